@@ -1,0 +1,43 @@
+"""Array types of this room and the checks that all wrappers share.
+
+Arrays go to the native code as they are: row-major, of exactly the expected type. Activations that are strided
+are copied first; weights and outputs never are, since a copy of them would be a mistake worth knowing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Weights: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+
+
+def activations(name: str, array: npt.NDArray[Any], ndim: int | None = None) -> Floats:
+    """`array` as row-major float32; TypeError for another dtype, ValueError for another number of axes."""
+    if array.dtype != np.float32:
+        raise TypeError(f"{name} must be float32, not {array.dtype}")
+    if ndim is not None and array.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} axes, not shape {array.shape}")
+    return np.ascontiguousarray(array)
+
+
+def stored(name: str, array: npt.NDArray[Any], *dtypes: type[Any]) -> npt.NDArray[Any]:
+    """`array`, checked to be row-major and of one of `dtypes`."""
+    if array.dtype not in [np.dtype(dtype) for dtype in dtypes]:
+        allowed = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+        raise TypeError(f"{name} must be {allowed}, not {array.dtype}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name} must be row-major and without gaps")
+    return array
+
+
+def output(name: str, array: npt.NDArray[Any], dtype: type[Any]) -> npt.NDArray[Any]:
+    """`array`, checked to be writable, row-major and of `dtype`."""
+    stored(name, array, dtype)
+    if not array.flags.writeable:
+        raise ValueError(f"{name} is read-only")
+    return array

@@ -1,0 +1,27 @@
+"""What the kernels refuse. Both are ValueErrors: callers that know file and tensor add them.
+
+Immutable; safe to use from any thread.
+"""
+
+from __future__ import annotations
+
+
+class NonFiniteError(ValueError):
+    """A value that should be quantized is infinite or NaN. `row` and `column` are the first such place."""
+
+    def __init__(self, row: int, column: int, value: float, *, what: str = "value") -> None:
+        super().__init__(f"{what} at row {row}, column {column} is {value}, which cannot be quantized")
+        self.row = row
+        self.column = column
+        self.value = value
+
+
+class ReservedScaleError(ValueError):
+    """An MXFP4 scale byte is 255, which is no number. `part` names the matrix ("" when there is only one)."""
+
+    def __init__(self, part: str, row: int, group: int) -> None:
+        place = f"{part}, row {row}, group {group}" if part else f"row {row}, group {group}"
+        super().__init__(f"scale byte at {place} is 255, which stands for no number")
+        self.part = part
+        self.row = row
+        self.group = group

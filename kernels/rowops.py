@@ -1,0 +1,108 @@
+"""Operations on rows (the last axis) and on single numbers, all float32 in and out.
+
+Every row (number) is computed alone, in the order of docs/numerics.md. Safe to call from any thread; the
+interpreter's lock is dropped. Results are new arrays of the input's shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from k3.kernels import _kernels
+from k3.kernels.arrays import Floats, activations, stored
+
+
+def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:
+    """w * (x / sqrt(mean(x^2) + eps)) over the last axis; w float32 [D] (bfloat16 weights widened before)."""
+    rows = _rows("x", x)
+    out = np.empty_like(rows)
+    _kernels.rms_norm(rows, stored("w", w, np.float32), eps, out)
+    return out.reshape(x.shape)
+
+
+def l2_normalize(x: Floats, eps: float = 1e-6) -> Floats:
+    """x / sqrt(sum(x^2) + eps) over the last axis."""
+    rows = _rows("x", x)
+    out = np.empty_like(rows)
+    _kernels.l2_normalize(rows, eps, out)
+    return out.reshape(x.shape)
+
+
+def softmax(x: Floats) -> Floats:
+    """exp(x - max) / sum over the last axis, which may not be empty."""
+    rows = _rows("x", x)
+    out = np.empty_like(rows)
+    _kernels.softmax(rows, out)
+    return out.reshape(x.shape)
+
+
+def exp(x: Floats) -> Floats:
+    """e to the power x, at most 1.5 units in the last place off."""
+    return _elementwise("exp", x)
+
+
+def tanh(x: Floats) -> Floats:
+    """Hyperbolic tangent, at most 2 units in the last place off."""
+    return _elementwise("tanh", x)
+
+
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + exp(-x)), at most 3 units in the last place off where the result is a normal number."""
+    return _elementwise("sigmoid", x)
+
+
+def silu(x: Floats) -> Floats:
+    """x / (1 + exp(-x)), at most 3 units in the last place off where the result is a normal number."""
+    return _elementwise("silu", x)
+
+
+def situ(gate: Floats, up: Floats, beta: float = 4.0, linear_beta: float = 25.0) -> Floats:
+    """SiTU-GLU: beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)."""
+    if gate.shape != up.shape:
+        raise ValueError(f"gate {gate.shape} and up {up.shape} differ in shape")
+    flat = activations("gate", gate).reshape(-1)
+    out = np.empty_like(flat)
+    _kernels.situ(flat, activations("up", up).reshape(-1), beta, linear_beta, out)
+    return out.reshape(gate.shape)
+
+
+def kda_gate(f: Floats, a_log: Floats, dt_bias: Floats, lower_bound: float = -5.0) -> Floats:
+    """Log decay lower_bound * sigmoid(exp(a_log) * (f + dt_bias)): float32 [S, H, d] from f [S, H, d].
+
+    a_log float32 [H] (slice off the padding of the checkpoint's tensor), dt_bias float32 [H * d] or [H, d].
+    """
+    f = activations("f", f, 3)
+    out = np.empty_like(f)
+    bias = stored("dt_bias", dt_bias, np.float32).reshape(f.shape[1], f.shape[2])
+    _kernels.kda_gate(f, activations("a_log", a_log, 1), bias, lower_bound, out)
+    return out
+
+
+def residual_mix(entries: Sequence[Floats], weight: Floats, eps: float = 1e-5) -> Floats:
+    """Attention-residual mix of 1 to 64 entries [S, D] (the stream last): float32 [S, D].
+
+    s_j = sum over D of (V_j / sqrt(mean(V_j^2) + eps)) * weight; the result is sum_j softmax(s)_j V_j.
+    weight float32 [D] is the product of the norm's and the projection's weights.
+    """
+    rows = [activations("entry", entry, 2) for entry in entries]
+    if not rows:
+        raise ValueError("a mix needs at least one entry")
+    out = np.empty_like(rows[0])
+    _kernels.residual_mix(rows, activations("weight", weight, 1), eps, out)
+    return out
+
+
+def _rows(name: str, x: Floats) -> Floats:
+    if x.ndim == 0:
+        raise ValueError(f"{name} has no axes")
+    return activations(name, x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _elementwise(name: str, x: Floats) -> Floats:
+    flat = activations("x", x).reshape(-1)
+    out = np.empty_like(flat)
+    _kernels.elementwise(name, flat, out)
+    return out.reshape(x.shape)

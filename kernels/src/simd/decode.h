@@ -1,0 +1,143 @@
+// Sixteen weights of one row as float32, from every encoding: the one place that says what stored weights mean.
+//
+// A source is built for one row; at(k) gives columns k .. k+15 (k a multiple of 16), first(k, n) gives the
+// n < 16 columns from k and zeros after them.
+#pragma once
+
+#include "../matrix.h"
+#include "lanes.h"
+
+namespace k3 {
+namespace K3_VARIANT {
+
+#if defined(__AVX512F__)
+K3_INLINE F16 from_int8(__m128i b) { return (F16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); }
+K3_INLINE F16 from_bf16(const uint16_t* p) {
+    return (F16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+#elif defined(__AVX2__)
+K3_INLINE F16 from_int8(__m128i b) {
+    return {(f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
+            (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
+}
+K3_INLINE F16 from_bf16(const uint16_t* p) {
+    const __m256i lo = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m256i hi = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)));
+    return {(f32x8)_mm256_slli_epi32(lo, 16), (f32x8)_mm256_slli_epi32(hi, 16)};
+}
+#else
+K3_INLINE F16 from_int8(const int8_t* p) {
+    float lane[kLanes];
+    for (int i = 0; i < kLanes; ++i) lane[i] = (float)p[i];
+    return load(lane);
+}
+K3_INLINE F16 from_bf16(const uint16_t* p) {
+    uint32_t lane[kLanes];
+    for (int i = 0; i < kLanes; ++i) lane[i] = (uint32_t)p[i] << 16;
+    float value[kLanes];
+    memcpy(value, lane, sizeof value);
+    return load(value);
+}
+#endif
+
+// Sixteen nibbles (8 bytes, low nibble first) through a table of int8, as float32.
+#if defined(__AVX2__)
+K3_INLINE F16 from_int8(const int8_t* p) { return from_int8(_mm_loadu_si128((const __m128i*)p)); }
+K3_INLINE F16 from_nibbles(const uint8_t* p, const int8_t* table) {
+    const __m128i b = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    const __m128i n = _mm_and_si128(_mm_or_si128(b, _mm_slli_epi16(b, 4)), _mm_set1_epi8(15));
+    return from_int8(_mm_shuffle_epi8(_mm_load_si128((const __m128i*)table), n));
+}
+#else
+K3_INLINE F16 from_nibbles(const uint8_t* p, const int8_t* table) {
+    int8_t value[kLanes];
+    for (int i = 0; i < 8; ++i) {
+        value[2 * i] = table[p[i] & 15];
+        value[2 * i + 1] = table[p[i] >> 4];
+    }
+    return from_int8(value);
+}
+#endif
+
+// INT4 stores weight + 8. MXFP4 nibbles are E2M1: bit 3 the sign, {0, .5, 1, 1.5, 2, 3, 4, 6}; doubled they are integers.
+alignas(16) static const int8_t kInt4Table[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+alignas(16) static const int8_t kMxDoubledTable[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// 2^(s - 128): half of the factor that scale byte s stands for, so that it multiplies doubled E2M1 values.
+// s = 0 and 1 give subnormal numbers. Not for s = 255, which stands for no number and is refused before.
+K3_INLINE float half_factor(uint8_t s) {
+    const uint32_t subnormal = 0x00200000u << (s & 1), normal = ((uint32_t)s - 1) << 23;
+    const uint32_t pattern = s < 2 ? subnormal : normal;
+    float value;
+    memcpy(&value, &pattern, sizeof value);
+    return value;
+}
+
+struct SourceF32 {
+    const float* row;
+    K3_INLINE_MEMBER F16 at(int64_t k) const { return load(row + k); }
+    K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const { return load_first(row + k, n); }
+};
+
+struct SourceBf16 {
+    const uint16_t* row;
+    K3_INLINE_MEMBER F16 at(int64_t k) const { return from_bf16(row + k); }
+    K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const {
+        uint16_t part[kLanes] = {};
+        memcpy(part, row + k, n * sizeof *part);
+        return from_bf16(part);
+    }
+};
+
+struct SourceInt8 {
+    const int8_t* row;
+    float scale;
+    K3_INLINE_MEMBER F16 at(int64_t k) const { return from_int8(row + k) * splat(scale); }
+    K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const {
+        int8_t part[kLanes] = {};
+        memcpy(part, row + k, n);
+        return from_int8(part) * splat(scale);
+    }
+};
+
+struct SourceInt4 {
+    const uint8_t* row;
+    const float* scales;
+    K3_INLINE_MEMBER F16 at(int64_t k) const {
+        return from_nibbles(row + k / 2, kInt4Table) * splat(scales[k / kInt4Group]);
+    }
+    K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const {
+        uint8_t part[8];
+        memset(part, 0x88, sizeof part);
+        memcpy(part, row + k / 2, (n + 1) / 2);
+        if (n % 2) part[n / 2] = (uint8_t)((part[n / 2] & 15) | 0x80);
+        return from_nibbles(part, kInt4Table) * splat(scales[k / kInt4Group]);
+    }
+};
+
+struct SourceMx {
+    const uint8_t* row;
+    const uint8_t* exponents;
+    K3_INLINE_MEMBER F16 at(int64_t k) const {
+        return from_nibbles(row + k / 2, kMxDoubledTable) * splat(half_factor(exponents[k / kMxGroup]));
+    }
+    K3_INLINE_MEMBER F16 first(int64_t, int64_t) const { return splat(0.0f); }  // columns are a multiple of 32
+};
+
+K3_INLINE void source_of(SourceF32& s, const Matrix& w, int64_t r) { s.row = (const float*)w.data + r * w.columns; }
+K3_INLINE void source_of(SourceBf16& s, const Matrix& w, int64_t r) { s.row = (const uint16_t*)w.data + r * w.columns; }
+K3_INLINE void source_of(SourceInt8& s, const Matrix& w, int64_t r) {
+    s.row = (const int8_t*)w.data + r * w.columns;
+    s.scale = w.scales[r];
+}
+K3_INLINE void source_of(SourceInt4& s, const Matrix& w, int64_t r) {
+    s.row = (const uint8_t*)w.data + r * ceil_div(w.columns, 2);
+    s.scales = w.scales + r * ceil_div(w.columns, kInt4Group);
+}
+K3_INLINE void source_of(SourceMx& s, const Matrix& w, int64_t r) {
+    s.row = (const uint8_t*)w.data + r * (w.columns / 2);
+    s.exponents = w.exponents + r * (w.columns / kMxGroup);
+}
+
+}  // namespace K3_VARIANT
+}  // namespace k3

@@ -1,0 +1,34 @@
+// Collects this compilation's functions.
+#include "functions.h"
+
+namespace k3 {
+namespace K3_VARIANT {
+
+#define K3_STRING_OF(name) #name
+#define K3_STRING(name) K3_STRING_OF(name)
+
+extern const Kernels table;
+const Kernels table = {
+    K3_STRING(K3_VARIANT),
+    quantize_int8,
+    quantize_int4,
+    decode,
+    matmul,
+    quantize_row,
+    matmul_int8,
+    rms_norm,
+    l2_normalize,
+    softmax,
+    elementwise,
+    situ,
+    kda_gate,
+    residual_mix,
+    delta_rule,
+    short_conv,
+    weighted_sum,
+    scores_top,
+    exp_shifted,
+};
+
+}  // namespace K3_VARIANT
+}  // namespace k3

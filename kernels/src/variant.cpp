@@ -1,0 +1,70 @@
+#include "variant.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace k3 {
+
+#define K3_DECLARE(name)         \
+    namespace name {             \
+    extern const Kernels table;  \
+    }
+K3_DECLARE(baseline)
+#ifdef K3_HAVE_avx2
+K3_DECLARE(avx2)
+K3_DECLARE(avx512)
+K3_DECLARE(avx512vnni)
+#endif
+
+namespace {
+
+struct Found {
+    const Kernels* tables[4];
+    int count;
+};
+
+Found find() {
+    Found found = {{&baseline::table}, 1};
+#ifdef K3_HAVE_avx2
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2")) return found;
+    found.tables[found.count++] = &avx2::table;
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vl");
+    if (!avx512) return found;
+    found.tables[found.count++] = &avx512::table;
+    if (__builtin_cpu_supports("avx512vnni")) found.tables[found.count++] = &avx512vnni::table;
+#endif
+    return found;
+}
+
+const Found& found() {
+    static const Found once = find();
+    return once;
+}
+
+std::atomic<const Kernels*> active{nullptr};
+
+}  // namespace
+
+const Kernels& kernels() {
+    const Kernels* table = active.load(std::memory_order_acquire);
+    return table != nullptr ? *table : *found().tables[found().count - 1];
+}
+
+int variant_count() { return found().count; }
+
+const char* variant_name(int index) { return found().tables[index]->name; }
+
+bool set_variant(const char* name) {
+    for (int i = 0; i < found().count; ++i) {
+        if (std::strcmp(found().tables[i]->name, name) == 0) {
+            active.store(found().tables[i], std::memory_order_release);
+            return true;
+        }
+    }
+    return false;
+}
+
+}  // namespace k3

@@ -1,0 +1,78 @@
+// Which instruction set the kernels run with.
+//
+// kernels/src/simd is compiled once per variant; this header declares the table of functions that each
+// compilation fills. Every variant gives the same bits, so choosing one is a matter of speed alone.
+// The functions are serial, work on plain pointers, allocate nothing and throw nothing; threads, scratch and
+// checks belong to the files in kernels/src. All of them may run on any thread.
+//
+// Sanitizers: install into an environment of its own,
+//   pip install -C cmake.define.K3_SANITIZE=ON -C build-dir=build/sanitize -e '.[test]'
+// and run the tests there with the run-time libraries in front of Python's own,
+//   export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
+//   ASAN_OPTIONS=detect_leaks=0 pytest tests/kernels
+#pragma once
+
+#include <cstdint>
+
+#include "matrix.h"
+#include "state.h"
+
+namespace k3 {
+
+// Functions of one variant. [begin, end) are rows (or heads, or channels) of the output.
+struct Kernels {
+    const char* name;
+
+    // Quantizers: false when a value of the rows is not finite (nothing is said about which).
+    bool (*quantize_int8)(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float* scales);
+    bool (*quantize_int4)(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float* scales);
+
+    // out[begin..end) as float32 rows of w.columns.
+    void (*decode)(const Matrix& w, int64_t begin, int64_t end, float* out);
+
+    // y[s, begin..end) = x[s] . w[r]; y has w.rows columns. `scratch`: kRowBlock * w.columns floats.
+    void (*matmul)(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
+                   float* scratch);
+
+    // int8 activations, see activations.h. False when a value of the row is not finite.
+    bool (*quantize_row)(const float* x, int64_t columns, int64_t group, int8_t* q, float* scales);
+    void (*matmul_int8)(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y);
+
+    // Rows and single numbers. rms_norm: w * (x / sqrt(mean(x^2) + eps)); l2_normalize: x / sqrt(sum(x^2) + eps).
+    void (*rms_norm)(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps, float* y);
+    void (*l2_normalize)(const float* x, int64_t begin, int64_t end, int64_t columns, float eps, float* y);
+    void (*softmax)(const float* x, int64_t begin, int64_t end, int64_t columns, float* y);
+    void (*elementwise)(Function function, const float* x, int64_t count, float* y);
+    void (*situ)(const float* gate, const float* up, int64_t count, float beta, float linear_beta, float* y);
+    // Rows are (token, head) pairs: g = lower_bound * sigmoid(exp(a_log[head]) * (f + dt_bias)).
+    void (*kda_gate)(const float* f, int64_t begin, int64_t end, int64_t heads, int64_t dim, const float* a_log,
+                     const float* dt_bias, float lower_bound, float* g);
+    // Softmax over `count` (<= kMixMax) entries [rows, columns] of their normed products with `weight`.
+    void (*residual_mix)(const float* const* entries, int count, int64_t begin, int64_t end, int64_t columns,
+                         const float* weight, float eps, float* y);
+
+    // States, see state.h. [begin, end) are heads and channels.
+    void (*delta_rule)(const DeltaRule& d, int64_t begin, int64_t end);
+    void (*short_conv)(const ShortConv& c, int64_t begin, int64_t end);
+
+    // Attention. out[h] = sum over rows t of [begin, end) of p[h, t - begin] * w[t], for `rows` rows of p.
+    void (*weighted_sum)(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
+                         float* out, int64_t out_stride);
+    // scores = (latent + rope) * scale; returns the largest.
+    float (*scores_top)(const float* latent, const float* rope, int64_t count, float scale, float* scores);
+    // scores = exp(scores - top); returns their sum.
+    float (*exp_shifted)(float* scores, int64_t count, float top);
+};
+
+// The table in use. Chosen on first use: the fastest variant that the CPU can run.
+const Kernels& kernels();
+
+// Number of variants that this CPU can run, and their names, slowest first.
+int variant_count();
+const char* variant_name(int index);
+
+// Use the variant called `name` from now on; false when this build or this CPU has none. Calls that run at the
+// same moment may use either.
+bool set_variant(const char* name);
+
+}  // namespace k3
