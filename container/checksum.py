@@ -1,0 +1,45 @@
+"""The one digest of the project: xxh3-128 over bytes, and the UUIDs made from content. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+DIGEST_NAME = "xxh3-128"
+ZERO_DIGEST_HEX = "0" * 32
+
+Hasher = xxhash.xxh3_128
+"""Incremental form: `h = Hasher(); h.update(part); h.digest()`."""
+
+
+def digest(data: Any) -> bytes:
+    """xxh3-128 of a bytes-like object, 16 bytes."""
+    return bytes(xxhash.xxh3_128_digest(data))
+
+
+def canonical_json(value: Any) -> bytes:
+    """Compact JSON with sorted keys: the form that identities are computed from."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def content_uuid(content: bytes) -> str:
+    """A version 8 UUID from the first 16 bytes of the SHA-256 of `content`."""
+    raw = bytearray(hashlib.sha256(content).digest()[:16])
+    raw[6] = raw[6] & 0x0F | 0x80
+    raw[8] = raw[8] & 0x3F | 0x80
+    return str(uuid.UUID(bytes=bytes(raw)))
+
+
+def container_uuid(identity: Mapping[str, Any]) -> str:
+    """The container's UUID from its identity (see docs/container.md section 3)."""
+    return content_uuid(canonical_json(identity))
+
+
+def root_uuid(container: str, number: int) -> str:
+    """The UUID of a container's root."""
+    return content_uuid(f"{container}:{number}".encode())

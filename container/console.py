@@ -1,0 +1,166 @@
+"""What every command shares: how it ends, how it reports errors, and how it shows progress.
+
+A command body runs inside `run()`: operating errors become one line on stderr (one JSON object with --json)
+and an exit code from `errors.ExitCode`; Ctrl-C becomes 130; a closed pipe is quiet; a fault of the program
+itself shows its traceback and becomes 70, since Python's own 1 means damage here. `Progress` shows bytes, rate
+and ETA through tqdm, or as JSON lines on stdout. Used from a command's main thread.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any, NoReturn
+
+import click
+from tqdm import tqdm
+
+from k3.container.errors import EXIT_CODE_HELP, ExitCode, K3Error
+
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*$", re.IGNORECASE | re.ASCII)
+_JSON_INTERVAL_S = 1.0
+
+
+def parse_size(text: str) -> int:
+    """Bytes meant by "50G", "2.5 GiB" or "4096": powers of 1000, of 1024 with an i. ValueError otherwise."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 500M, 2G or 1.5GiB")
+    base = 1024 if match[3] else 1000
+    return int(Fraction(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
+
+
+class SizeType(click.ParamType[int]):
+    """A click parameter in bytes with the spellings of `parse_size`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def exit_code_help(codes: Iterable[ExitCode]) -> str:
+    """The paragraph for --help that lists what each exit status means."""
+    lines = [f"  {int(code):<4}{EXIT_CODE_HELP[code]}" for code in codes]
+    return "\b\nExit codes:\n" + "\n".join(lines)
+
+
+def emit_json(message_type: str, **fields: Any) -> None:
+    """One JSON object as a line on stdout, in ASCII: names from a file system may be no text at all."""
+    sys.stdout.write(json.dumps({"type": message_type, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+def run(body: Callable[[], int | None], *, as_json: bool = False, on_interrupt: str | None = None) -> NoReturn:
+    """Run a command's body and end the process as the project's commands do.
+
+    `body` returns an exit code or None for 0. `on_interrupt` is what Ctrl-C leaves behind, in one sentence.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that cannot be shown must not end the run
+    try:
+        code = _outcome(body, as_json, on_interrupt)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has gone; nothing is left to say, and the interpreter must not try.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        code = 141
+    raise SystemExit(code)
+
+
+def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | None) -> int:
+    """The exit code of a body, after reporting what went wrong."""
+    try:
+        return body() or 0
+    except K3Error as error:
+        report_error(error, as_json=as_json)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        text = "interrupted" + (f": {on_interrupt}" if on_interrupt else "")
+        if as_json:
+            sys.stderr.write(json.dumps({"type": "error", "error": "Interrupted", "problem": text}) + "\n")
+        else:
+            sys.stderr.write(f"\n{text}\n")
+        return int(ExitCode.INTERRUPTED)
+    except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception:  # a fault of ours: shown whole, and not with the exit status of damaged bytes
+        traceback.print_exc()
+        return int(ExitCode.INTERNAL)
+
+
+def report_error(error: K3Error, *, as_json: bool) -> None:
+    """Print an operating error on stderr."""
+    message = {"type": "error", **error.as_dict()}
+    line = json.dumps(message) if as_json else f"error: {error}"
+    sys.stderr.write(line + "\n")
+
+
+class Progress:
+    """Bytes done of a known total, with a rate, an ETA and the current item.
+
+    On a terminal: a tqdm bar on stderr. With `as_json`: a line a second on stdout. Otherwise quiet.
+    `advance` may be called from several threads only under the caller's lock.
+    """
+
+    def __init__(self, what: str, total_bytes: int, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.what = what
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self._as_json = as_json
+        self._item = ""
+        self._start = self._last = time.monotonic()
+        self._bar = None
+        if not as_json and not quiet:
+            self._bar = tqdm(
+                total=total_bytes, desc=what, unit="B", unit_scale=True, dynamic_ncols=True,
+                file=sys.stderr, disable=None, leave=False,
+            )  # fmt: skip
+
+    def item(self, name: str) -> None:
+        """Name what is being worked on, usually a shard."""
+        self._item = name
+        if self._bar is not None:
+            self._bar.set_postfix_str(name, refresh=False)
+
+    def advance(self, nbytes: int) -> None:
+        """Count `nbytes` more as done."""
+        self.done_bytes += nbytes
+        if self._bar is not None:
+            self._bar.update(nbytes)
+        if self._as_json and time.monotonic() - self._last >= _JSON_INTERVAL_S:
+            self._line()
+
+    def _line(self) -> None:
+        self._last = time.monotonic()
+        elapsed_s = max(1e-9, self._last - self._start)
+        rate = self.done_bytes / elapsed_s
+        left_bytes = max(0, self.total_bytes - self.done_bytes)
+        emit_json(
+            "progress", what=self.what, item=self._item, done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes, gb_per_s=round(rate / 1e9, 3),
+            eta_s=round(left_bytes / rate, 1) if rate > 0 else None,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the display; with `as_json` a last line shows the final count."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._as_json:
+            self._line()
+            self._as_json = False

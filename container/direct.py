@@ -1,0 +1,283 @@
+"""Aligned reads and writes that go past the page cache: the one place that knows O_DIRECT.
+
+`ReadFile` and `WriteFile` ask the file system with a real transfer whether it takes O_DIRECT (opening alone
+proves nothing) and say in `.direct` what was found. All loops over short transfers, interrupted calls and
+ends of file are here. Bytes that could not be read are an error, never zeros.
+
+Both are safe for concurrent calls from several threads on different buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from k3.container.errors import DriveError, SpaceError
+from k3.container.keys import PAGE_BYTES, page_ceil
+
+Bytes = npt.NDArray[np.uint8]
+Preadv = Callable[[int, Sequence[Any], int], int]
+Pwritev = Callable[[int, Sequence[Any], int], int]
+
+TRANSFER_BYTES = 1 << 30
+"""Most bytes asked of one system call: Linux stops at 2 GiB - 4 KiB, macOS at 2 GiB - 1."""
+
+STALLS_MAX = 8
+"""Writes in a row that may come out shorter than a page before the drive is given up."""
+
+_Self = TypeVar("_Self", bound="_File")
+
+_REFUSES_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+
+def aligned_buffer(nbytes: int) -> Bytes:
+    """A zeroed, page-aligned buffer of `nbytes` rounded up to whole pages. Allocate once and reuse."""
+    return np.frombuffer(mmap.mmap(-1, max(PAGE_BYTES, page_ceil(nbytes))), dtype=np.uint8)
+
+
+def span_bytes(offset: int, length: int) -> int:
+    """Capacity that `ReadFile.read(offset, length, into)` needs: whole pages around the range."""
+    return page_ceil(offset + length) - offset // PAGE_BYTES * PAGE_BYTES
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and creations inside a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def drive_error(problem: str, error: OSError, path: Path, offset: int | None = None) -> DriveError:
+    """The typed error for a refused system call; a full drive gets its own class."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SpaceError(
+            f"{problem}: {reason}",
+            path=path,
+            offset=offset,
+            advice="Free space on this drive and run the same command again; it continues where it stopped",
+        )
+    advice = None
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        advice = "Check the permissions and the mount options of this place"
+    elif error.errno == errno.EIO:
+        advice = "The drive reports a fault; look at its health (dmesg, smartctl) before trying again"
+    return DriveError(f"{problem}: {reason}", path=path, offset=offset, advice=advice)
+
+
+class _File:
+    """A descriptor that is closed once, and on leaving a with block."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.direct = False
+        self._fd = -1
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ReadFile(_File):
+    """One file opened for positioned reads.
+
+    `direct=True` tries O_DIRECT with a probe read; `.direct` says whether it is in use. `preadv` is the
+    system call, replaceable by tests. DriveError when the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, direct: bool = True, preadv: Preadv = os.preadv) -> None:
+        super().__init__(path)
+        self._preadv = preadv
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        try:
+            if direct:
+                self._fd = self._open_direct(flags)
+            if self._fd < 0:
+                self._fd = os.open(path, flags)
+            else:
+                self.direct = True
+            self.size_bytes = os.fstat(self._fd).st_size
+        except OSError as error:
+            self.close()
+            raise drive_error("cannot open for reading", error, path) from error
+
+    def _open_direct(self, flags: int) -> int:
+        """A descriptor on which a real O_DIRECT read worked, or -1."""
+        try:
+            fd = os.open(self.path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in _REFUSES_DIRECT:
+                return -1
+            raise
+        try:
+            os.preadv(fd, [aligned_buffer(PAGE_BYTES)], 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in _REFUSES_DIRECT:
+                return -1
+            raise
+        return fd
+
+    def read(self, offset: int, length: int, into: Bytes) -> Bytes:
+        """Read exactly [offset, offset + length) and return it as a view of `into`.
+
+        `into` is page-aligned and holds at least `span_bytes(offset, length)`; the view starts
+        `offset mod 4096` bytes into it. DriveError names file and offset when the file ends early or the
+        drive refuses.
+        """
+        if offset + length > self.size_bytes:
+            missing_bytes = offset + length - self.size_bytes
+            raise DriveError(
+                f"file ends at {self.size_bytes} bytes, {missing_bytes} short of what is needed",
+                path=self.path,
+                offset=offset,
+                advice="The file is truncated; verify it and restore it",
+            )
+        skip = offset % PAGE_BYTES
+        start = offset - skip
+        need = skip + length
+        assert need <= len(into), "buffer smaller than span_bytes()"
+        ask = min(page_ceil(need), len(into)) if self.direct else need
+        done = 0 if self.direct else skip
+        while done < need:
+            count = self._transfer(start + done, into[done : min(ask, done + TRANSFER_BYTES)])
+            if count == 0:
+                raise DriveError("file ended while reading", path=self.path, offset=start + done)
+            done += count
+            if self.direct and done < need and done % PAGE_BYTES:
+                # A short direct read may stop anywhere; go back to the page, or leave O_DIRECT for one page.
+                page = done // PAGE_BYTES * PAGE_BYTES
+                if count > done - page:
+                    done = page
+                else:
+                    done = self._read_page_buffered(start, page, min(need, page + PAGE_BYTES), into)
+        return into[skip : skip + length]
+
+    def _transfer(self, position: int, target: Bytes) -> int:
+        while True:
+            try:
+                return self._preadv(self._fd, [target], position)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise drive_error("cannot read", error, self.path, position) from error
+
+    def _read_page_buffered(self, start: int, page: int, stop: int, into: Bytes) -> int:
+        """Finish one page through the page cache: some devices return part of a page and stand still."""
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                while page < stop:
+                    count = os.preadv(file.fileno(), [into[page:stop]], start + page)
+                    if count == 0:
+                        raise DriveError("file ended while reading", path=self.path, offset=start + page)
+                    page += count
+        except OSError as error:
+            raise drive_error("cannot read", error, self.path, start + page) from error
+        return page
+
+    def drop_cache(self) -> None:
+        """Ask the kernel to forget this file's cached pages, so that later reads come from the drive."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class WriteFile(_File):
+    """One file opened for positioned writes of whole pages.
+
+    Creates the file if needed, sizes it to `size_bytes` (an existing one keeps its bytes) and reserves the
+    space where the file system can, so that a full drive shows at once. SpaceError or DriveError otherwise.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, *, direct: bool = True, pwritev: Pwritev = os.pwritev) -> None:
+        super().__init__(path)
+        assert size_bytes % PAGE_BYTES == 0
+        self.size_bytes = size_bytes
+        self._pwritev = pwritev
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags, 0o644)
+            if os.fstat(self._fd).st_size != size_bytes:
+                os.ftruncate(self._fd, size_bytes)
+            self._reserve(size_bytes)
+            if direct:
+                self._switch_to_direct(flags)
+        except OSError as error:
+            self.close()
+            raise drive_error("cannot open for writing", error, path) from error
+
+    def _reserve(self, size_bytes: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in _REFUSES_DIRECT:
+                raise
+
+    def _switch_to_direct(self, flags: int) -> None:
+        try:
+            fd = os.open(self.path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in _REFUSES_DIRECT:
+                return
+            raise
+        probe = aligned_buffer(PAGE_BYTES)
+        try:
+            # The first page is a header: writing back what is there cannot lose anything.
+            if os.preadv(fd, [probe], 0) == PAGE_BYTES:
+                os.pwritev(fd, [probe], 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in _REFUSES_DIRECT:
+                return
+            raise
+        os.close(self._fd)
+        self._fd = fd
+        self.direct = True
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Write whole pages at a page offset. SpaceError when the drive is full, DriveError otherwise."""
+        assert offset % PAGE_BYTES == 0
+        assert len(data) % PAGE_BYTES == 0
+        done = stalls = 0
+        while done < len(data):
+            try:
+                count = self._pwritev(self._fd, [data[done : done + TRANSFER_BYTES]], offset + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise drive_error("cannot write", error, self.path, offset + done) from error
+            # A short direct write may stop inside a page; only at the page's start can it go on.
+            step = count // PAGE_BYTES * PAGE_BYTES if self.direct else count
+            stalls = 0 if step else stalls + 1
+            if stalls > STALLS_MAX:
+                raise DriveError("write made no progress", path=self.path, offset=offset + done)
+            done += step
+
+    def sync(self) -> None:
+        """Make the bytes durable. DriveError when the drive reports that earlier writes were lost."""
+        try:
+            os.fsync(self._fd)
+            if not self.direct:  # keep the page cache for those who need it; verification must read the drive
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise drive_error("cannot make writes durable", error, self.path) from error

@@ -1,0 +1,226 @@
+"""manifest.json: what the container is, for people and for finding the rest. Parse, check and render; no I/O.
+
+`docs/container.md` section 3 is the specification. A `Manifest` is immutable; parsing checks the format name,
+the version, the digest over the text, every field's type, and that paths stay inside their roots.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from k3.container import checksum
+from k3.container.errors import ContainerError, DamageError, NotAContainerError, VersionError
+from k3.container.layout import FORMAT, VERSION
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceShard:
+    """A shard of the snapshot that the container was made from."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A directory of the container. `kind` is home, drive or source; `path` is relative to home."""
+
+    uuid: str
+    kind: str
+    path: str
+    share: int
+    probe_mb_per_s: int | None
+    root_file_digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file that extents point into. `header_bytes` is 0 for source files: their headers are not ours."""
+
+    root: int
+    path: str
+    kind: str
+    bytes: int
+    header_bytes: int
+    header_digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFile:
+    """A text file in home, or the catalog."""
+
+    path: str
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The model's shape as far as a reader of bytes needs it. `layers` are inclusive ranges."""
+
+    layers: tuple[tuple[int, int], ...]
+    expert_layers: int
+    experts: int
+    expert_payload_bytes: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole manifest, in the order of the file's keys."""
+
+    container: str
+    model: Mapping[str, Any]
+    source: tuple[SourceShard, ...]
+    quantization: Mapping[str, int]
+    geometry: Geometry
+    roots: tuple[Root, ...]
+    files: tuple[DataFile, ...]
+    text_files: tuple[SmallFile, ...]
+    catalog: SmallFile
+    skipped: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Every root's share, in root order."""
+        return tuple(root.share for root in self.roots)
+
+    def identity(self) -> dict[str, Any]:
+        """What `container` is computed from."""
+        return content_identity(
+            self.source, self.quantization, self.geometry.layers, [(r.kind, r.share) for r in self.roots]
+        )
+
+    def render(self) -> bytes:
+        """The file's bytes, digest included."""
+        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        document["source"] = {"shards": document["source"]}
+        document["digest"] = checksum.ZERO_DIGEST_HEX
+        blank = _text(document)
+        document["digest"] = checksum.digest(blank).hex()
+        return _text(document)
+
+
+def content_identity(
+    source: tuple[SourceShard, ...],
+    quantization: Mapping[str, int],
+    layers: tuple[tuple[int, int], ...],
+    roots: list[tuple[str, int]],
+) -> dict[str, Any]:
+    """The identity of a container with this content (docs/container.md section 3)."""
+    return {
+        "version": VERSION,
+        "source": [asdict(shard) for shard in source],
+        "quantization": dict(quantization),
+        "layers": [list(pair) for pair in layers],
+        "kinds": [kind for kind, _ in roots],
+        "shares": [share for _, share in roots],
+    }
+
+
+def parse_manifest(data: bytes, path: Path) -> Manifest:
+    """The manifest in `data`. Errors: not a container, a newer version, or damage, naming `path`."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(
+            f"manifest is not JSON: {error}", path=path, advice="Restore this file from a copy, or repack"
+        ) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise NotAContainerError("this manifest is not a K3 container's", path=path)
+    version = document.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise DamageError(f"format version {version!r} is not a positive number", path=path)
+    if version > VERSION:
+        raise VersionError(
+            f"container has format version {version}, this program reads up to {VERSION}",
+            path=path,
+            advice="Use a newer release",
+        )
+    stored = document.get("digest")
+    try:
+        document["digest"] = checksum.ZERO_DIGEST_HEX
+        expected = checksum.digest(_text(document)).hex()
+        document["digest"] = expected
+        sound = stored == expected and data == _text(document)
+    except (ValueError, RecursionError):  # text that is not UTF-8, or nested beyond sense
+        sound = False
+    if not sound:
+        raise DamageError(
+            "manifest does not match its own digest",
+            path=path,
+            advice="It was edited or damaged; restore it from a copy, or repack",
+        )
+    try:
+        manifest = _from_document(document)
+        _check_references(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ContainerError(f"manifest lacks or misuses a key: {error}", path=path) from error
+    return manifest
+
+
+def _text(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _from_document(document: Mapping[str, Any]) -> Manifest:
+    geometry = dict(document["geometry"])
+    ranges = _typed("layers", geometry["layers"], list)
+    geometry["layers"] = tuple((_typed("layer", first, int), _typed("layer", last, int)) for first, last in ranges)
+    return Manifest(
+        container=_typed("container", document["container"], str),
+        model=_typed("model", document["model"], dict),
+        source=_records(SourceShard, document["source"]["shards"]),
+        quantization=_typed("quantization", document["quantization"], dict),
+        geometry=_record(Geometry, geometry),
+        roots=_records(Root, document["roots"]),
+        files=_records(DataFile, document["files"]),
+        text_files=_records(SmallFile, document["text_files"]),
+        catalog=_record(SmallFile, document["catalog"]),
+        skipped=tuple(_typed("skipped", name, str) for name in _typed("skipped", document["skipped"], list)),
+        unknown=tuple(_typed("unknown", name, str) for name in _typed("unknown", document["unknown"], list)),
+    )
+
+
+def _records(kind: type[_T], items: list[dict[str, Any]]) -> tuple[_T, ...]:
+    return tuple(_record(kind, item) for item in items)
+
+
+def _record(kind: type[_T], item: dict[str, Any]) -> _T:
+    """One value from its JSON object: every key there, none besides, each of its type."""
+    record = kind(**item)
+    for name, wanted in get_type_hints(kind).items():
+        if name != "layers":  # checked where it is made: nested types cannot be compared like this
+            _typed(name, item[name], wanted)
+    return record
+
+
+def _typed(name: str, value: Any, wanted: Any) -> Any:
+    if not isinstance(value, wanted) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def _check_references(manifest: Manifest) -> None:
+    """Roots and files that the manifest refers to, before anybody follows them out of their directories."""
+    kinds = [root.kind for root in manifest.roots]
+    if kinds[:1] != ["home"] or not {"drive", "source"}.issuperset(kinds[1:]):
+        raise ValueError(f"roots are of the kinds {kinds}, not one home and then drives or sources")
+    for file in manifest.files:
+        if file.root >= len(kinds) or file.kind not in ("experts", "dense", "source"):
+            raise ValueError(f"file {file.path!r} is of the kind {file.kind!r} in root {file.root}")
+    paths = [file.path for file in manifest.files]
+    paths += [file.path for file in (*manifest.text_files, manifest.catalog)]
+    for path in paths:
+        if not path or path.startswith("/") or {"", ".", ".."}.intersection(path.split("/")) or "\0" in path:
+            raise ValueError(f"path {path!r} does not stay inside its root")

@@ -1,0 +1,296 @@
+"""Opening a finished container and handing out where its bytes lie.
+
+Opening reads the manifest, checks the catalog against its digest, finds every root, and compares every file's
+size; no tensor is touched. After that `Container` is immutable and may be used from any thread. It fulfils
+`ModelSource`; nothing above this room sees an offset except inside an `Extent`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from k3.container import checksum
+from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, CatalogTensor
+from k3.container.direct import ReadFile, aligned_buffer, drive_error, span_bytes
+from k3.container.errors import ContainerError, DamageError, IncompleteError, NotAContainerError, VersionError
+from k3.container.keys import Encoding, ExpertLayout, Extent
+from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
+from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
+from k3.container.source import EncodedTensor
+
+NUMPY_DTYPES: dict[str, type[np.generic]] = {
+    "BOOL": np.uint8, "U8": np.uint8, "I8": np.int8, "F8_E5M2": np.uint8, "F8_E4M3": np.uint8,
+    "F8_E8M0": np.uint8, "U16": np.uint16, "I16": np.int16, "F16": np.float16, "BF16": np.uint16,
+    "U32": np.uint32, "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64, "F64": np.float64,
+}  # fmt: skip
+"""The NumPy dtype that carries each safetensors dtype; those NumPy lacks travel as unsigned bit patterns."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedRoot:
+    """A root of the manifest and the directory where it was found."""
+
+    number: int
+    root: Root
+    directory: Path
+
+
+class Container:
+    """A finished container, opened for reading."""
+
+    def __init__(self, home: Path, manifest: Manifest, roots: tuple[LocatedRoot, ...], catalog: CatalogReader):
+        self.home = home
+        self.manifest = manifest
+        self.roots = roots
+        self.catalog = catalog
+        self._paths = tuple(roots[file.root].directory / file.path for file in manifest.files)
+        self._layers = catalog.layers()
+
+    @classmethod
+    def open(cls, home: Path, roots: Sequence[Path] = ()) -> Container:
+        """Open the container whose home is `home`; `roots` are places to look for drive and source roots.
+
+        Raises NotAContainerError, IncompleteError (unfinished, or a root missing), VersionError, DamageError.
+        """
+        manifest = read_manifest(home)
+        located = locate_roots(home, manifest, roots)
+        check_sizes(manifest, located)
+        check_catalog(home, manifest)
+        return cls(home, manifest, located, CatalogReader(home / CATALOG_NAME))
+
+    def close(self) -> None:
+        """Close the catalog."""
+        self.catalog.close()
+
+    # -- ModelSource
+
+    @property
+    def identity(self) -> str:
+        """The container's UUID: equal content, equal identity."""
+        return self.manifest.container
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """config.json as parsed, untouched."""
+        path = self.text_file("config.json")
+        if path is None:
+            raise ContainerError("container has no config.json", path=self.home)
+        data = _read_small(path)
+        expected = next(f.digest for f in self.manifest.text_files if f.path == "config.json")
+        if checksum.digest(data).hex() != expected:
+            raise DamageError("config.json does not match its digest", path=path, advice="Restore it, or repack")
+        parsed: Mapping[str, Any] = json.loads(data)
+        return parsed
+
+    def text_file(self, name: str) -> Path | None:
+        """Path of a small file that came with the model, or None."""
+        known = any(file.path == name for file in self.manifest.text_files)
+        return self.home / name if known else None
+
+    def tensor_names(self) -> Sequence[str]:
+        """Dense tensors in execution order."""
+        return tuple(self._tensors)
+
+    def tensor(self, name: str) -> CatalogTensor:
+        """A dense tensor's catalog entry; KeyError when there is none."""
+        return self._tensors[name]
+
+    def read_tensor(self, name: str) -> EncodedTensor:
+        """A dense tensor, digest-checked. KeyError when there is none; DamageError or DriveError otherwise."""
+        entry = self._tensors[name]
+        weights = self._read(entry.weights, name)
+        rows = entry.shape[0] if entry.shape else 1
+        scales = None
+        if entry.encoding in (Encoding.INT8, Encoding.INT4):
+            assert entry.scales is not None
+            data: npt.NDArray[Any] = weights.reshape(rows, -1)
+            flat = self._read(entry.scales, name).view(np.float32)
+            scales = flat if entry.encoding is Encoding.INT8 else flat.reshape(rows, -1)
+        elif entry.encoding is Encoding.F32:
+            data = weights.view(np.float32).reshape(entry.shape)
+        else:
+            data = weights.view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
+        return EncodedTensor(name, entry.encoding, entry.dtype, entry.shape, data, scales)
+
+    def expert_layers(self) -> Sequence[int]:
+        """0-based layers that have routed experts, ascending."""
+        return tuple(self._layers)
+
+    def expert_count(self, layer: int) -> int:
+        """Number of routed experts of a layer."""
+        return self._layer(layer).experts
+
+    def expert_layout(self, layer: int) -> ExpertLayout:
+        """How the payload of the layer's experts is built."""
+        return self._layer(layer).layout
+
+    def expert_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
+        """Where an expert lies. ContainerError when the container has no such expert."""
+        found = self.catalog.expert(layer, expert)
+        if found is None:
+            raise ContainerError("container has no such expert", path=self.home, layer=layer, expert=expert)
+        return tuple(self.extent(item) for item in found)
+
+    # -- for those who check
+
+    def file_path(self, number: int) -> Path:
+        """Where data file `number` is."""
+        return self._paths[number]
+
+    def file(self, number: int) -> DataFile:
+        """The manifest's entry of data file `number`."""
+        return self.manifest.files[number]
+
+    def extent(self, item: CatalogExtent) -> Extent:
+        """A catalogued extent with its file resolved."""
+        return Extent(self._paths[item.file], item.offset, item.payload_bytes, item.stored_bytes, item.digest)
+
+    @cached_property
+    def _tensors(self) -> dict[str, CatalogTensor]:
+        return {entry.name: entry for entry in self.catalog.tensors()}
+
+    def _layer(self, layer: int) -> CatalogLayer:
+        try:
+            return self._layers[layer]
+        except KeyError:
+            raise ContainerError("layer has no routed experts here", path=self.home, layer=layer) from None
+
+    def _read(self, item: CatalogExtent, name: str) -> npt.NDArray[np.uint8]:
+        path = self._paths[item.file]
+        buffer = aligned_buffer(span_bytes(item.offset, item.stored_bytes))
+        with ReadFile(path) as file:
+            stored: npt.NDArray[np.uint8] = file.read(item.offset, item.stored_bytes, buffer)
+        if checksum.digest(stored) != item.digest:
+            raise DamageError(
+                "tensor does not match its digest", path=path, tensor=name, offset=item.offset,
+                advice="Run k3-verify, then repack the damaged file from the source",
+            )  # fmt: skip
+        return stored[: item.payload_bytes]
+
+
+def read_manifest(home: Path) -> Manifest:
+    """The manifest of a finished container at `home`, its own digest checked."""
+    path = home / MANIFEST_NAME
+    if (home / JOURNAL_NAME).exists() and not path.exists():
+        raise IncompleteError(
+            "an unfinished repack", path=home, advice="Run the k3-repack command that began it again; it continues"
+        )
+    if not path.exists():
+        if not home.is_dir():
+            raise NotAContainerError("no such directory", path=home)
+        hint = "A snapshot: repack it first with k3-repack" if (home / "config.json").exists() else None
+        raise NotAContainerError("no manifest.json here, so this is not a container", path=home, advice=hint)
+    return parse_manifest(_read_small(path), path)
+
+
+def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[LocatedRoot, ...]:
+    """Find every root: at its recorded path, or among `places` by the UUID in its root.json.
+
+    IncompleteError names every root that is nowhere.
+    """
+    found = []
+    missing = []
+    offered = {uuid: place for place in places if (uuid := _root_identity(place)) is not None}
+    for number, root in enumerate(manifest.roots):
+        directory = _locate(home, manifest, number, root, offered, places)
+        if directory is None:
+            missing.append(f"root {number} ({root.kind} {root.uuid}, last at {root.path})")
+        else:
+            found.append(LocatedRoot(number, root, directory))
+    if missing:
+        raise IncompleteError(
+            f"{len(missing)} of {len(manifest.roots)} roots are not there: {'; '.join(missing)}",
+            path=home,
+            advice="Mount the drives, or name the directories with --dirs",
+        )
+    return tuple(found)
+
+
+def _locate(
+    home: Path, manifest: Manifest, number: int, root: Root, offered: Mapping[str, Path], places: Sequence[Path]
+) -> Path | None:
+    if root.kind == "home":
+        return home
+    hint = Path(os.path.normpath(home / root.path))
+    if root.kind == "drive":
+        if root.uuid in offered:
+            return offered[root.uuid]
+        return hint if _root_identity(hint) == root.uuid else None
+    wanted = [file.path for file in manifest.files if file.root == number]
+    for place in (*places, hint):
+        if all((place / name).exists() for name in wanted):
+            return place
+    return None
+
+
+def _root_identity(directory: Path) -> str | None:
+    """The root UUID in a directory's root.json; None when there is none. DamageError when it is unreadable."""
+    path = directory / ROOT_NAME
+    if not path.exists():
+        return None
+    try:
+        document = json.loads(_read_small(path))
+        if document["format"] != ROOT_FORMAT:
+            return None
+        version, uuid = document["version"], document["root"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamageError(f"root file cannot be understood: {error}", path=path) from error
+    if version > VERSION:
+        raise VersionError(f"root has format version {version}, this program reads up to {VERSION}", path=path)
+    return str(uuid)
+
+
+def check_sizes(manifest: Manifest, roots: Sequence[LocatedRoot]) -> None:
+    """Compare every data file's size with the manifest. DamageError names the first that differs."""
+    for file in manifest.files:
+        path = roots[file.root].directory / file.path
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise DamageError(
+                "data file is missing", path=path, advice="Restore it, or repack; k3-verify lists all findings"
+            ) from None
+        except OSError as error:
+            raise drive_error("cannot look at", error, path) from error
+        if size != file.bytes:
+            word = "truncated" if size < file.bytes else "too long"
+            raise DamageError(
+                f"data file is {word}: {size} bytes instead of {file.bytes}", path=path,
+                offset=min(size, file.bytes), advice="Restore it, or repack; k3-verify lists all findings",
+            )  # fmt: skip
+
+
+def check_catalog(home: Path, manifest: Manifest) -> None:
+    """Compare the catalog with its size and digest, so that its tree can be walked without fear."""
+    path = home / manifest.catalog.path
+    hasher = checksum.Hasher()
+    size = 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while chunk := file.read(1 << 20):
+                hasher.update(chunk)
+                size += len(chunk)
+    except FileNotFoundError:
+        raise DamageError("catalog is missing", path=path, advice="Restore it from a copy, or repack") from None
+    except OSError as error:
+        raise drive_error("cannot read", error, path) from error
+    if size != manifest.catalog.bytes or hasher.hexdigest() != manifest.catalog.digest:
+        raise DamageError(
+            "catalog does not match its digest", path=path, advice="Restore it from a copy, or repack"
+        )
+
+
+def _read_small(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise drive_error("cannot read", error, path) from error

@@ -1,0 +1,30 @@
+"""Untrusted text in messages: bounded, and without power over a terminal.
+
+Names and numbers in snapshots are anybody's; a message must neither be flooded by them nor forged.
+Pure functions, safe to use from any thread.
+"""
+
+from __future__ import annotations
+
+SHOWN_CHARACTERS_MAX = 120
+NAME_CHARACTERS_MAX = 400
+"""Longest name that is shown, and accepted, as it is: names become keys and lines on a terminal."""
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut to SHOWN_CHARACTERS_MAX; control characters come out escaped."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print an integer of thousands of digits
+        return "(a huge number)"
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else text[: SHOWN_CHARACTERS_MAX - 3] + "..."
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is neither empty nor too long and has only printable characters."""
+    return 0 < len(name) <= NAME_CHARACTERS_MAX and name.isprintable()
+
+
+def shown_name(name: str) -> str:
+    """A name itself if it is plain, else as `shown`."""
+    return name if is_plain(name) else shown(name)

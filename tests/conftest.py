@@ -1,0 +1,31 @@
+"""What all tests share: the tiny snapshot, made once, and the rule that campaigns run only when asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from k3.verify.synthetic import SyntheticModel, write_snapshot
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave campaigns out unless -m names them."""
+    if "campaign" in (config.getoption("markexpr") or ""):
+        return
+    campaigns = [item for item in items if item.get_closest_marker("campaign")]
+    if campaigns:
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> SyntheticModel:
+    """The shape of `tiny_snapshot`."""
+    return SyntheticModel.tiny()
+
+
+@pytest.fixture(scope="session")
+def tiny_snapshot(tmp_path_factory: pytest.TempPathFactory, tiny_model: SyntheticModel) -> Path:
+    """A snapshot of five layers in the published form, 2.8 MB. Only to be read."""
+    return write_snapshot(tiny_model, tmp_path_factory.mktemp("tiny") / "snapshot")
