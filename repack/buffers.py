@@ -1,0 +1,32 @@
+"""Page-aligned buffers that are allocated once and go round: this is what bounds the repacker's memory."""
+
+from __future__ import annotations
+
+import queue
+
+from k3.container.direct import Bytes, aligned_buffer
+
+
+class BufferPool:
+    """`count` buffers of `nbytes` each. `take` waits for a free one; safe between threads."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.count = count
+        self.nbytes = nbytes
+        self._made = 0
+        self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
+
+    def take(self) -> Bytes:
+        """A buffer with undefined content; made on first need, so a small job stays small."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            pass
+        if self._made < self.count:
+            self._made += 1
+            return aligned_buffer(self.nbytes)
+        return self._free.get()
+
+    def give(self, buffer: Bytes) -> None:
+        """Return a buffer that `take` gave out."""
+        self._free.put(buffer)

@@ -1,0 +1,325 @@
+"""k3-repack: parse, call, print. Environment variables are read here and nowhere below."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from k3.container.console import Progress, SizeType, emit_json, exit_code_help, run
+from k3.container.errors import ExitCode
+from k3.container.recipe import MATRIX_ENCODINGS, Recipe
+from k3.repack.compare import Comparison
+from k3.repack.plan import Plan
+from k3.repack.preflight import DriveNeed, check_space, drive_needs, estimate
+from k3.repack.request import RepackRequest
+from k3.repack.run import RepackResult, Watcher, open_source, plan_for, repack, root_directories, verify_full
+
+_CODES = (
+    ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.SOURCE, ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE,
+    ExitCode.SPACE, ExitCode.RESUME, ExitCode.INTERRUPTED,
+)  # fmt: skip
+_BITS = click.Choice([str(bits) for bits in MATRIX_ENCODINGS])
+_INTERRUPTED = "nothing is lost; run the same command again to continue"
+
+
+class _PathList(click.ParamType[tuple[Path, ...]]):
+    name = "A,B,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = str(value).split(",")
+        if "" in names:
+            self.fail(f"{value!r} has an empty entry", param, ctx)
+        paths = tuple(Path(name) for name in names)
+        if len({path.resolve() for path in paths}) != len(paths):
+            self.fail(f"{value!r} names a directory twice", param, ctx)
+        return paths
+
+
+class _Shares(click.ParamType[tuple[int, ...]]):
+    name = "7,3,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            shares = tuple(int(text) for text in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers", param, ctx)
+        if not all(1 <= share <= 1_000_000 for share in shares):
+            self.fail(f"{value!r}: each share must be between 1 and 1,000,000", param, ctx)
+        return shares
+
+
+class _Layers(click.ParamType[tuple[int, ...]]):
+    name = "0-3,5"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        layers: set[int] = set()
+        for text in str(value).split(","):
+            first, dash, last = text.partition("-")
+            if not first.isdecimal() or (dash and not last.isdecimal()):
+                self.fail(f"{text!r} is not a layer number or a range such as 0-3", param, ctx)
+            start, stop = int(first), int(last if dash else first)
+            if stop < start or stop - start > 100_000:
+                self.fail(f"{text!r} is not an ascending range", param, ctx)
+            layers.update(range(start, stop + 1))
+        return tuple(sorted(layers))
+
+
+class _Display(Watcher):
+    """Shows phases as progress bars, or as JSON lines."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._progress: Progress | None = None
+
+    def phase(self, what: str, total_bytes: int) -> None:
+        self.close()
+        self._progress = Progress(what, total_bytes, as_json=self._as_json)
+
+    def item(self, name: str) -> None:
+        if self._progress is not None:
+            self._progress.item(name)
+
+    def advance(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress.advance(nbytes)
+
+    def note(self, text: str) -> None:
+        if self._as_json:
+            emit_json("note", text=text)
+        else:
+            click.echo(f"note: {text}", err=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+
+
+@click.command(epilog=exit_code_help(_CODES))
+@click.argument("snapshot", type=click.Path(path_type=Path))
+@click.argument("container", type=click.Path(path_type=Path))
+@click.option("--source-dirs", type=_PathList(), default=(), help="Further directories of a split snapshot.")
+@click.option("--dirs", type=_PathList(), envvar="K3_DIRS", default=(), help="Drives for the expert pieces.")
+@click.option("--shares", type=_Shares(), help="Each drive's part of every expert. Default: measured.")
+@click.option("--bits", type=_BITS, default="8", envvar="K3_BITS", show_default=True, help="Bits of matrices.")
+@click.option("--mla-bits", type=_BITS, default="8", envvar="K3_MLA_BITS", show_default=True, help="… of MLA.")
+@click.option(
+    "--head-bits", type=_BITS, default="8", envvar="K3_HEAD_BITS", show_default=True, help="… of lm_head."
+)
+@click.option("--in-place", is_flag=True, help="Write the dense blob only; experts stay in the snapshot.")
+@click.option("--layers", type=_Layers(), help="Only these decoder layers.")
+@click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and write nothing.")
+@click.option("--verify-full", "verify", is_flag=True, help="Prove every byte afterwards, read from the drives.")
+@click.option("--bwlimit", type=SizeType(), metavar="SIZE", help="Most bytes per second read from the source.")
+@click.option("--direct/--no-direct", default=True, envvar="K3_DIRECT", help="Go past the page cache (default).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
+def main(
+    snapshot: Path,
+    container: Path,
+    source_dirs: tuple[Path, ...],
+    dirs: tuple[Path, ...],
+    shares: tuple[int, ...] | None,
+    bits: str,
+    mla_bits: str,
+    head_bits: str,
+    in_place: bool,
+    layers: tuple[int, ...] | None,
+    plan_only: bool,
+    verify: bool,
+    bwlimit: int | None,
+    direct: bool,
+    as_json: bool,
+) -> None:
+    """Repack the Hugging Face SNAPSHOT into the directory CONTAINER, reading each shard once.
+
+    Experts keep their bytes and get page-aligned places, cut over --dirs in proportion to the drives' speed;
+    dense matrices are quantized. The same command continues an unfinished run.
+    """
+    if shares is not None and len(shares) != len(dirs or (container,)):
+        raise click.UsageError(f"--shares has {len(shares)} numbers for {len(dirs or (container,))} directories")
+    if in_place and (dirs or shares):
+        raise click.UsageError("--in-place leaves the experts where they are: --dirs and --shares do not apply")
+    if bwlimit is not None and bwlimit <= 0:
+        raise click.UsageError("--bwlimit must be more than 0")
+    request = RepackRequest(
+        sources=(snapshot, *source_dirs), home=container, drives=dirs, shares=shares,
+        recipe=Recipe(int(bits), int(mla_bits), int(head_bits)), in_place=in_place, layers=layers,
+        direct=direct, bytes_per_s=bwlimit, verify_full=verify,
+    )  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    body: Callable[[], int | None]
+    if plan_only:
+        body, interrupted = lambda: _print_plan(request, as_json), "nothing was written"
+    else:
+        body, interrupted = lambda: _repack(request, as_json), _INTERRUPTED
+    run(body, as_json=as_json, on_interrupt=interrupted)
+
+
+def _repack(request: RepackRequest, as_json: bool) -> int:
+    display = _Display(as_json)
+    try:
+        start = time.monotonic()
+        result = repack(request, display)
+        display.close()
+        _print_result(request, result, time.monotonic() - start, as_json)
+        if not request.verify_full:
+            return ExitCode.OK
+        start = time.monotonic()
+        comparison = verify_full(request, display)
+        display.close()
+        return _print_verdict(comparison, time.monotonic() - start, as_json)
+    finally:
+        display.close()
+
+
+def _print_result(request: RepackRequest, result: RepackResult, seconds: float, as_json: bool) -> None:
+    manifest = result.manifest
+    fields: dict[str, Any] = {
+        "container": manifest.container,
+        "already_complete": result.already_complete,
+        "read_bytes": result.read_bytes,
+        "written_bytes": result.written_bytes,
+        "rechecked_bytes": 0 if result.recheck is None else result.recheck.checked_bytes,
+        "remade_units": 0
+        if result.recheck is None
+        else len(result.recheck.bad_experts + result.recheck.bad_tensors),
+        "seconds": round(seconds, 3),
+        "gb_per_s": round(result.read_bytes / seconds / 1e9, 3),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "skipped": list(manifest.skipped),
+        "unknown": list(manifest.unknown),
+    }
+    if as_json:
+        emit_json("repacked" if request.verify_full else "summary", **fields)
+        return
+    if result.already_complete:
+        click.echo(f"{request.home} is complete already: container {manifest.container}. Nothing was written.")
+        return
+    click.echo(
+        f"repacked {result.read_bytes / 1e9:.3f} GB in {seconds:.1f} s ({fields['gb_per_s']:.2f} GB/s), wrote "
+        f"{result.written_bytes / 1e9:.3f} GB, peak memory {fields['peak_rss_bytes'] / 1e6:.0f} MB"
+    )
+    click.echo(f"container {manifest.container} in {request.home}")
+    for what, names in (("skipped (vision)", manifest.skipped), ("passed through unknown", manifest.unknown)):
+        if names:
+            click.echo(f"{what}: {len(names)} tensors: {_some(names)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", … (all in manifest.json)" if len(names) > 3 else "")
+
+
+def _print_verdict(comparison: Comparison, seconds: float, as_json: bool) -> int:
+    read_bytes = comparison.source_bytes + comparison.compared_bytes
+    rate = read_bytes / seconds / 1e9
+    way = "past the page cache (O_DIRECT)"
+    if comparison.through_page_cache:
+        way = f"page cache dropped first, O_DIRECT not taken in {', '.join(comparison.through_page_cache)}"
+    if as_json:
+        emit_json(
+            "summary",
+            verdict="equal" if comparison.equal else "different",
+            compared_bytes=comparison.compared_bytes,
+            read_bytes=read_bytes,
+            seconds=round(seconds, 3),
+            gb_per_s=round(rate, 3),
+            experts=comparison.experts,
+            tensors=comparison.tensors,
+            differences=comparison.difference_count,
+            first_differences=[{"problem": d.problem, **d.place()} for d in comparison.differences],
+            through_page_cache=list(comparison.through_page_cache),
+        )
+    else:
+        for difference in comparison.differences:
+            click.echo(f"different: {difference}", err=True)
+        verdict = "EQUAL" if comparison.equal else f"NOT EQUAL, {comparison.difference_count} differences"
+        click.echo(
+            f"verified: {verdict}: {comparison.compared_bytes:,} bytes of {comparison.experts:,} experts and "
+            f"{comparison.tensors:,} tensors compared with the source, {rate:.2f} GB/s read, {way}"
+        )
+    return ExitCode.OK if comparison.equal else ExitCode.DAMAGED
+
+
+def _print_plan(request: RepackRequest, as_json: bool) -> int:
+    snapshot = open_source(request)
+    drives = len(request.drives or (request.home,))
+    assumed = request.shares is None and drives > 1 and not request.in_place
+    shares = request.root_shares(request.shares or (1,) * drives)
+    plan = plan_for(request, snapshot, shares)
+    directories = root_directories(request, plan)
+    needs = drive_needs(plan, directories)
+    expected = estimate(plan, needs)
+    if as_json:
+        emit_json(
+            "summary",
+            read_bytes=plan.read_bytes,
+            files=[
+                {"path": str(directories[f.root] / f.path), "bytes": f.size_bytes}
+                for f in plan.files
+                if f.kind != "source"
+            ],
+            drives=[{**asdict(need), "missing_bytes": need.missing_bytes} for need in needs],
+            shares=list(shares), shares_assumed=assumed, skipped=list(snapshot.vision),
+            unknown=list(snapshot.unknown), seconds=expected.seconds, warnings=list(snapshot.warnings),
+        )  # fmt: skip
+    else:
+        _print_plan_text(plan, directories, needs, assumed)
+        if expected.seconds is None:
+            click.echo("time: too little to measure; seconds")
+        else:
+            click.echo(
+                f"time: about {_duration(expected.seconds)} at {expected.read_gb_per_s:.2f} GB/s measured on the "
+                f"source's drive, writes taken to be as fast, SHA-256 at {expected.hash_gb_per_s:.2f} GB/s"
+            )
+        for warning in snapshot.warnings:
+            click.echo(f"note: {warning}")
+    check_space(needs)
+    return ExitCode.OK
+
+
+def _print_plan_text(plan: Plan, directories: dict[int, Path], needs: list[DriveNeed], assumed: bool) -> None:
+    click.echo(f"{'bytes':>19}  destination")
+    for file in plan.files:
+        if file.kind != "source":
+            click.echo(f"{file.size_bytes:>19,}  {directories[file.root] / file.path}")
+    click.echo(f"read:  {plan.read_bytes:,} bytes in {len(plan.snapshot.shards)} shards, each once")
+    click.echo(f"write: {sum(plan.write_bytes().values()):,} bytes")
+    for need in needs:
+        fits = "fits" if not need.missing_bytes else f"{need.missing_bytes:,} bytes short"
+        click.echo(
+            f"drive of {', '.join(need.directories)}: {need.write_bytes:,} bytes to hold "
+            f"({need.present_bytes:,} there already), {need.extra_bytes:,} besides, "
+            f"{need.free_bytes:,} free: {fits}"
+        )
+    if assumed:
+        click.echo("shares: measured when the run begins; equal ones are assumed here")
+    for what, names in (
+        ("skipped (vision)", plan.snapshot.vision),
+        ("unknown, passed through", plan.snapshot.unknown),
+    ):
+        if names:
+            click.echo(f"{what}: {len(names)} tensors: {_some(names)}")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

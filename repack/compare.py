@@ -1,0 +1,346 @@
+"""The proof: every byte of a container against a second read of the source.
+
+The source streams through the same plan and assembler as in the repack; this destination, instead of writing,
+reads the container back from the drives and compares: experts byte for byte, dense tensors with a fresh
+quantization, headers and small files with what they must be. Nothing is taken from the page cache where the
+drive can be read directly; where it cannot, cached pages are dropped first and the result says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from k3 import kernels
+from k3.container import checksum
+from k3.container.catalog import CatalogExtent
+from k3.container.direct import Bytes, ReadFile
+from k3.container.errors import DriveError, K3Error
+from k3.container.keys import ExpertKey
+from k3.container.layout import ROOT_NAME
+from k3.container.reader import Container
+from k3.repack.assemble import EXPERT_BUFFERS, Assembler
+from k3.repack.buffers import BufferPool
+from k3.repack.plan import Plan, PlannedTensor, Span
+from k3.repack.shard_stream import ShardStreamer
+from k3.repack.throttle import Throttle
+
+READERS = 3
+DIFFERENCES_MAX = 1000
+"""Differences that are described; further ones are only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One place where the container is not what the source says it must be."""
+
+    problem: str
+    path: str
+    offset: int | None = None
+    layer: int | None = None
+    expert: int | None = None
+    tensor: str | None = None
+
+    def __str__(self) -> str:
+        return str(K3Error(self.problem, **self.place()))
+
+    def place(self) -> dict[str, Any]:
+        """Where it is, for messages and JSON."""
+        fields = asdict(self)
+        del fields["problem"]
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The verdict. `through_page_cache` are directories that could not be read past the page cache."""
+
+    compared_bytes: int
+    source_bytes: int
+    experts: int
+    tensors: int
+    difference_count: int
+    differences: tuple[Difference, ...]
+    through_page_cache: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the container is proven."""
+        return self.difference_count == 0
+
+
+class CompareDestination:
+    """Compares a plan's units with a container. Called from the streaming thread."""
+
+    def __init__(self, plan: Plan, container: Container, *, direct: bool = True) -> None:
+        self.compared_bytes = 0
+        self.experts: set[ExpertKey] = set()
+        self.tensors: set[int] = set()
+        self.differences: list[Difference] = []
+        self.difference_count = 0
+        self.fell_back: set[str] = set()
+        self._plan = plan
+        self._container = container
+        self._direct = direct
+        self._readers = ThreadPoolExecutor(READERS, "compare")
+        self._lock = threading.Lock()
+        self._files: dict[int, ReadFile] = {}
+        largest = max((piece.stored_bytes for layer in plan.layers.values() for piece in layer.pieces), default=0)
+        self._buffers = BufferPool(READERS + 1, max(largest, 4 << 20))
+        self._tasks: list[Future[None]] = []
+
+    # -- Destination
+
+    def expert(self, key: ExpertKey, buffer: Bytes, pool: BufferPool) -> None:
+        """Compare an expert's pieces, each with what its root holds."""
+        found = self._extents(key)
+        spans = self._plan.expert_spans(key)
+        name = self._plan.layers[key.layer].layout.block + f".{key.expert}"
+        if not self._same_places(found, spans, key):
+            pool.give(buffer)
+            return
+        pieces = self._plan.layers[key.layer].pieces
+
+        def work() -> None:
+            try:
+                for piece, span, extent in zip(pieces, spans, found, strict=True):
+                    start = piece.payload_offset
+                    expected = buffer[start : start + piece.stored_bytes]
+                    self._range(span.file, span.offset, expected, extent.digest, key, name)
+            finally:
+                pool.give(buffer)
+
+        self.experts.add(key)
+        self._submit(work)
+
+    def expert_in_place(self, key: ExpertKey, digests: tuple[bytes, ...]) -> None:
+        """The expert is the source itself: its digests must be the catalog's."""
+        found = self._extents(key)
+        if self._same_places(found, self._plan.expert_spans(key), key):
+            for extent, digest in zip(found, digests, strict=True):
+                self._count(extent.payload_bytes)
+                if extent.digest != digest:
+                    path = self._container.file_path(extent.file)
+                    self._differ("source bytes do not match the catalog's digest", path, extent.offset, key)
+            self.experts.add(key)
+
+    def dense_block(
+        self, tensor: PlannedTensor, span: Span, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
+    ) -> None:
+        """Compare whole pages of the dense blob."""
+
+        def work() -> None:
+            try:
+                self._range(span.file, offset, data, None, None, tensor.source.name)
+            finally:
+                pool.give(buffer)
+
+        self._submit(work)
+
+    def tensor(self, tensor: PlannedTensor, digests: tuple[bytes, ...]) -> None:
+        """A fresh quantization's digests must be the catalog's."""
+        name = tensor.source.name
+        path = self._container.file_path(0)
+        try:
+            entry = self._container.tensor(name)
+        except KeyError:
+            self._differ("catalog has no such tensor", path, None, None, name)
+            return
+        catalogued = [entry.weights, *([] if entry.scales is None else [entry.scales])]
+        planned = [tensor.weights, *([] if tensor.scales is None else [tensor.scales])]
+        if [_place(item) for item in catalogued] != [_place(span) for span in planned]:
+            self._differ("catalog points elsewhere than the source's plan", path, None, None, name)
+        elif tuple(item.digest for item in catalogued) != digests:
+            self._differ("digest differs from a fresh quantization", path, tensor.weights.offset, None, name)
+        self.tensors.add(tensor.position)
+
+    def drain(self) -> None:
+        """Wait for comparisons under way."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.result()
+        while self._files:  # a shard's files are not needed for the next one: few descriptors at any time
+            self._files.popitem()[1].close()
+
+    # -- the run's own calls
+
+    def header(self, number: int) -> None:
+        """Compare a written file's header with the plan's."""
+        expected = np.frombuffer(self._plan.header(number), np.uint8)
+        for start in range(0, len(expected), self._buffers.nbytes):
+            self._range(number, start, expected[start : start + self._buffers.nbytes], None, None, None)
+
+    def small_files(self) -> None:
+        """Compare the text files in home with the source's, and drive roots' own files with their digests."""
+        manifest = self._container.manifest
+        for small in manifest.text_files:
+            source = self._plan.snapshot.text_file(small.path)
+            expected = None if source is None else source.read_bytes()
+            self._small(self._container.home / small.path, small.digest, expected)
+        for located in self._container.roots:
+            if located.root.root_file_digest is not None:
+                self._small(located.directory / ROOT_NAME, located.root.root_file_digest, None)
+
+    def completeness(self) -> None:
+        """Whatever the plan holds must have been compared."""
+        for key in self._plan.experts():
+            if key not in self.experts:
+                self._differ(
+                    "expert was not compared: the source never gave it whole", self._container.home, None, key
+                )
+        for tensor in self._plan.tensors:
+            if tensor.position not in self.tensors:
+                name = tensor.source.name
+                self._differ(
+                    "tensor was not compared: the source never gave it", self._container.home, None, None, name
+                )
+
+    def _small(self, path: Path, digest: str, expected: bytes | None) -> None:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            self._differ(f"cannot be compared: {error.strerror}", path, None, None)
+            return
+        if expected is not None and data != expected:
+            self._differ("file differs from the source's", path, None, None)
+        elif checksum.digest(data).hex() != digest:
+            self._differ("file does not match its digest", path, None, None)
+        self._count(len(data))
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        self._readers.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        if len(self._tasks) >= 4 * EXPERT_BUFFERS:
+            self._tasks.pop(0).result()
+        self._tasks.append(self._readers.submit(work))
+
+    def _extents(self, key: ExpertKey) -> list[CatalogExtent]:
+        return self._container.catalog.expert(key.layer, key.expert) or []
+
+    def _same_places(self, found: list[CatalogExtent], spans: Sequence[Span], key: ExpertKey) -> bool:
+        if [_place(extent) for extent in found] == [_place(span) for span in spans]:
+            return True
+        problem = "catalog points elsewhere than the source's plan" if found else "catalog has no such expert"
+        self._differ(problem, self._container.home, None, key)
+        self.experts.add(key)
+        return False
+
+    def _range(
+        self,
+        number: int,
+        offset: int,
+        expected: Bytes,
+        digest: bytes | None,
+        key: ExpertKey | None,
+        name: str | None,
+    ) -> None:
+        """Read a range of a container file back and compare it; differences are recorded, not raised."""
+        path = self._container.file_path(number)
+        buffer = self._buffers.take()
+        try:
+            actual = self._file(number).read(offset, len(expected), buffer)
+            index = kernels.first_difference(actual, np.ascontiguousarray(expected))
+            if index >= 0:
+                what = self._tensor_at(key, name, number, offset + index)
+                self._differ("byte differs from the source", path, offset + index, key, what)
+            elif digest is not None and checksum.digest(actual.data) != digest:
+                self._differ("bytes equal the source, but the catalog's digest does not", path, offset, key, name)
+            self._count(len(expected))
+        except DriveError as error:
+            self._differ(f"cannot be compared: {error.problem}", path, error.offset, key, name)
+        finally:
+            self._buffers.give(buffer)
+
+    def _tensor_at(self, key: ExpertKey | None, name: str | None, number: int, offset: int) -> str | None:
+        """The name of the tensor that a differing byte of an expert belongs to."""
+        if key is None:
+            return name
+        layer = self._plan.layers[key.layer]
+        for piece, span in zip(layer.pieces, layer.spans(key.expert), strict=True):
+            if span.file == number:
+                inside = piece.payload_offset + offset - span.offset
+                for part in layer.layout.parts:
+                    if part.offset <= inside < part.offset + part.nbytes:
+                        return f"{name}.{part.name}"
+        return f"{name} (padding)"
+
+    def _file(self, number: int) -> ReadFile:
+        with self._lock:
+            file = self._files.get(number)
+            if file is None:
+                file = self._files[number] = ReadFile(self._container.file_path(number), direct=self._direct)
+                if not file.direct:
+                    file.drop_cache()
+                    self.fell_back.add(str(file.path.parent))
+        return file
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.compared_bytes += nbytes
+
+    def _differ(
+        self, problem: str, path: Path, offset: int | None, key: ExpertKey | None, name: str | None = None
+    ) -> None:
+        layer, expert = (None, None) if key is None else (key.layer, key.expert)
+        with self._lock:
+            self.difference_count += 1
+            if len(self.differences) < DIFFERENCES_MAX:
+                self.differences.append(Difference(problem, str(path), offset, layer, expert, name))
+
+
+def _place(item: CatalogExtent | Span) -> tuple[int, int, int, int]:
+    return (item.file, item.offset, item.payload_bytes, item.stored_bytes)
+
+
+def compare_with_source(
+    plan: Plan,
+    container: Container,
+    *,
+    scratch: Path,
+    direct: bool = True,
+    throttle: Throttle | None = None,
+    on_shard: Callable[[str], None] = lambda name: None,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> Comparison:
+    """Read source and container once more and compare every byte that the container holds.
+
+    `plan` is the source's plan under the container's own recipe and shares; `scratch` names a file that is
+    made only if experts lie apart in the source. `on_bytes` is told of source bytes as they pass. Differences
+    are in the result; errors of the source itself are raised.
+    """
+    destination = CompareDestination(plan, container, direct=direct)
+    with ShardStreamer(direct=direct, throttle=throttle) as streamer:
+        assembler = Assembler(plan, destination, streamer, scratch)
+        try:
+            for number, shard in enumerate(plan.snapshot.shards):
+                on_shard(shard.name)
+                assembler.shard(number, None, on_bytes)
+                destination.drain()
+            for number, file in enumerate(plan.files):
+                if file.kind != "source":
+                    destination.header(number)
+            destination.small_files()
+            destination.completeness()
+        finally:
+            assembler.close()
+            destination.close()
+    return Comparison(
+        compared_bytes=destination.compared_bytes,
+        source_bytes=plan.read_bytes,
+        experts=len(destination.experts),
+        tensors=len(destination.tensors),
+        difference_count=destination.difference_count,
+        differences=tuple(destination.differences),
+        through_page_cache=tuple(sorted({*destination.fell_back, *(str(p.parent) for p in streamer.fell_back)})),
+    )

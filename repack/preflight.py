@@ -1,0 +1,139 @@
+"""Everything that is checked before byte one is written: free space, and how long it will take."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3.container.errors import SpaceError
+from k3.container.layout import PARTIAL_SUFFIX
+from k3.repack.assemble import RESIDENT_EXPERTS
+from k3.repack.plan import Plan
+from k3.repack.probe import read_rate
+from k3.repack.publish import small_files
+from k3.repack.spill import scratch_bytes
+
+_JOURNAL_BYTES_PER_EXPERT = 128
+_CATALOG_BYTES_PER_EXPERT = 256
+_FIXED_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DriveNeed:
+    """What a run needs on one file system, and what is free there."""
+
+    directories: tuple[str, ...]
+    write_bytes: int  # data files in all
+    present_bytes: int  # of these, already allocated by an unfinished run
+    extra_bytes: int  # journal, catalog, small files, scratch
+    free_bytes: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more would have to be free; 0 when it fits."""
+        return max(0, self.write_bytes - self.present_bytes + self.extra_bytes - self.free_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Expected duration in seconds, from the measured read rate of the source's drive."""
+
+    read_gb_per_s: float | None
+    hash_gb_per_s: float
+    seconds: float | None
+
+
+def drive_needs(plan: Plan, directories: Mapping[int, Path]) -> list[DriveNeed]:
+    """Per file system: bytes to write, bytes there already, bytes free. Writes nothing."""
+    by_device: dict[int, list[int]] = {}
+    for number, root in enumerate(plan.roots):
+        if root.kind != "source":
+            by_device.setdefault(_existing(directories[number]).stat().st_dev, []).append(number)
+    writes = plan.write_bytes()
+    experts = sum(layer.experts for layer in plan.layers.values())
+    needs = []
+    for numbers in by_device.values():
+        extra = _FIXED_BYTES if 0 in numbers else 0
+        if 0 in numbers:
+            extra += experts * (_JOURNAL_BYTES_PER_EXPERT + _CATALOG_BYTES_PER_EXPERT)
+            extra += sum(path.stat().st_size for _, path in small_files(plan.snapshot))
+            extra += scratch_bytes(plan, RESIDENT_EXPERTS)
+        status = os.statvfs(_existing(directories[numbers[0]]))
+        needs.append(
+            DriveNeed(
+                directories=tuple(str(directories[number]) for number in numbers),
+                write_bytes=sum(writes[number] for number in numbers),
+                present_bytes=sum(_present_bytes(plan, directories, number) for number in numbers),
+                extra_bytes=extra,
+                free_bytes=status.f_bavail * status.f_frsize,
+            )
+        )
+    return needs
+
+
+def check_space(needs: list[DriveNeed]) -> None:
+    """SpaceError with the numbers of every file system that is too small."""
+    short = [need for need in needs if need.missing_bytes]
+    if short:
+        details = "; ".join(
+            f"{', '.join(need.directories)}: {need.missing_bytes + need.free_bytes:,} bytes needed, "
+            f"{need.free_bytes:,} free, {need.missing_bytes:,} missing"
+            for need in short
+        )
+        raise SpaceError(
+            f"not enough space: {details}",
+            path=short[0].directories[0],
+            advice="Free space, add a drive with --dirs, or lower --bits; nothing was written",
+        )
+
+
+def estimate(plan: Plan, needs: list[DriveNeed]) -> Estimate:
+    """How long a run will take: every drive transfers what it must, the processor hashes the source.
+
+    Writes are assumed to be as fast as reads, which is what most drives do for this size of request.
+    """
+    shards = plan.snapshot.shards
+    largest = max(shards, key=lambda shard: shard.size_bytes)
+    rate = read_rate(largest.path)
+    hash_rate = _hash_rate()
+    if rate is None:
+        return Estimate(None, hash_rate / 1e9, None)
+    source_devices = {shard.path.stat().st_dev for shard in shards}
+    busiest = 0
+    for need in needs:
+        device = _existing(Path(need.directories[0])).stat().st_dev
+        reads = plan.read_bytes if device in source_devices else 0
+        busiest = max(busiest, need.write_bytes + reads)
+    seconds = max(max(busiest, plan.read_bytes) / rate, plan.read_bytes / hash_rate)
+    return Estimate(rate / 1e9, hash_rate / 1e9, seconds)
+
+
+def _hash_rate() -> float:
+    data = bytes(16 << 20)
+    start = time.perf_counter()
+    hashlib.sha256(data).digest()
+    return len(data) / (time.perf_counter() - start)
+
+
+def _existing(directory: Path) -> Path:
+    """The directory itself, or the nearest ancestor that exists."""
+    for place in (directory, *directory.absolute().parents):
+        if place.exists():
+            return place
+    raise AssertionError("the root directory exists")
+
+
+def _present_bytes(plan: Plan, directories: Mapping[int, Path], root: int) -> int:
+    """Bytes that an unfinished run has already allocated for this root's files."""
+    total = 0
+    for file in plan.files:
+        if file.root == root and file.kind != "source":
+            final = directories[root] / file.path
+            for path in (final, final.with_name(final.name + PARTIAL_SUFFIX)):
+                if path.exists():
+                    total += min(file.size_bytes, path.stat().st_blocks * 512)
+    return total

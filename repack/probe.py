@@ -1,0 +1,62 @@
+"""How fast a drive reads: a short O_DIRECT measurement, from which shares and time estimates follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from k3.container.direct import ReadFile, WriteFile, aligned_buffer
+
+PROBE_BYTES = 128 << 20
+REQUEST_BYTES = 4 << 20
+DEPTH = 4
+PROBE_NAME = "k3-probe.partial"
+SAME_SPEED = 1.10
+"""Rates within 10 % of each other are noise: the drives get equal shares."""
+
+
+def read_rate(path: Path, *, limit_bytes: int = PROBE_BYTES) -> float | None:
+    """Bytes per second of reading the first `limit_bytes` of a file at depth 4; None for a file too small."""
+    with ReadFile(path) as file:
+        count = min(file.size_bytes, limit_bytes) // REQUEST_BYTES
+        if count < DEPTH:
+            return None
+        if not file.direct:
+            file.drop_cache()
+        buffers = [aligned_buffer(REQUEST_BYTES) for _ in range(DEPTH)]
+
+        def lane(number: int) -> None:
+            for index in range(number, count, DEPTH):
+                file.read(index * REQUEST_BYTES, REQUEST_BYTES, buffers[number])
+
+        start = time.monotonic()
+        with ThreadPoolExecutor(DEPTH) as pool:
+            list(pool.map(lane, range(DEPTH)))
+        return count * REQUEST_BYTES / (time.monotonic() - start)
+
+
+def drive_rate(directory: Path) -> float:
+    """Bytes per second of reading back a scratch file written in `directory`; the file is removed."""
+    path = directory / PROBE_NAME
+    data = aligned_buffer(REQUEST_BYTES)
+    data[:] = 0xA5
+    try:
+        with WriteFile(path, PROBE_BYTES) as file:
+            for offset in range(0, PROBE_BYTES, REQUEST_BYTES):
+                file.write(offset, data)
+            file.sync()
+        rate = read_rate(path)
+        assert rate is not None
+        return rate
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def shares_from_rates(rates: Sequence[float]) -> tuple[int, ...]:
+    """Integer shares in proportion to rates (sum about 100); equal ones when the rates are within 10 %. Pure."""
+    if max(rates) <= SAME_SPEED * min(rates):
+        return (1,) * len(rates)
+    total = sum(rates)
+    return tuple(max(1, round(100 * rate / total)) for rate in rates)

@@ -1,0 +1,250 @@
+"""The last steps of a repack: headers and names for the data files, small files, the catalog, the manifest.
+
+Each step is durable before the next begins (docs/container.md section 5); each can be repeated after a crash and
+gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from k3.container import checksum
+from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogTensor, write_catalog
+from k3.container.direct import WriteFile, aligned_buffer, drive_error, sync_directory
+from k3.container.keys import PAGE_BYTES, layer_of
+from k3.container.layout import (
+    CATALOG_NAME,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    PIECE_RECORD,
+    RESERVED_NAMES,
+    ROOT_FORMAT,
+    ROOT_NAME,
+    VERSION,
+    pack_piece,
+)
+from k3.container.manifest import DataFile, Geometry, Manifest, Root, SmallFile, SourceShard, content_identity
+from k3.container.snapshot import Snapshot
+from k3.repack.journal import Journal
+from k3.repack.plan import Plan, Span
+
+SMALL_FILE_BYTES_MAX = 64 << 20
+_RECORD_BYTES_MAX = 4096
+"""A JSON record of the catalog with the longest name that a header may have."""
+
+
+def finish_data_files(plan: Plan, directories: Mapping[int, Path], *, direct: bool) -> None:
+    """Write each data file's header, make it durable and give it its name. Files that have it are left alone."""
+    touched = set()
+    for number, file in enumerate(plan.files):
+        if file.kind == "source":
+            continue
+        final = directories[file.root] / file.path
+        partial = final.with_name(final.name + PARTIAL_SUFFIX)
+        if final.exists() and not partial.exists():
+            continue
+        header = plan.header(number)
+        buffer = aligned_buffer(len(header))
+        buffer[: len(header)] = np.frombuffer(header, np.uint8)
+        with WriteFile(partial, file.size_bytes, direct=direct) as opened:
+            opened.write(0, buffer[: len(header)])
+            opened.sync()
+        _rename(partial, final)
+        touched.add(final.parent)
+    for directory in sorted(touched):
+        sync_directory(directory)
+
+
+def small_files(snapshot: Snapshot) -> list[tuple[str, Path]]:
+    """The snapshot's small files that a container takes along: configuration, tokenizer, code, licence."""
+    found: dict[str, Path] = {}
+    for directory in snapshot.directories:
+        for path in sorted(directory.iterdir()):
+            name = path.name
+            weights = name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf", PARTIAL_SUFFIX))
+            if weights or name.startswith(".") or name in RESERVED_NAMES or not path.is_file():
+                continue
+            if path.stat().st_size <= SMALL_FILE_BYTES_MAX:
+                found.setdefault(name, path)
+    return sorted(found.items())
+
+
+def publish(plan: Plan, directories: Mapping[int, Path], journal: Journal, probes: Mapping[int, int]) -> Manifest:
+    """Write small files, root files, catalog and manifest; the container is complete when this returns."""
+    home = directories[0]
+    texts = [_write_small(home / name, path.read_bytes()) for name, path in small_files(plan.snapshot)]
+    shards = tuple(
+        SourceShard(shard.name, shard.size_bytes, journal.shards[shard.name].sha256)
+        for shard in plan.snapshot.shards
+    )
+    quantization = {
+        "bits": plan.recipe.bits, "mla_bits": plan.recipe.mla_bits, "head_bits": plan.recipe.head_bits
+    }  # fmt: skip
+    layers = _ranges(plan)
+    kinds = [(root.kind, root.share) for root in plan.roots]
+    container = checksum.container_uuid(content_identity(shards, quantization, layers, kinds))
+    roots = _write_roots(plan, directories, container, probes)
+    files = tuple(
+        DataFile(
+            file.root, file.path, file.kind, file.size_bytes, file.header_bytes,
+            None if file.kind == "source" else checksum.digest(plan.header(number)).hex(),
+        )
+        for number, file in enumerate(plan.files)
+    )  # fmt: skip
+    catalog = _write_catalog(plan, home, files, journal)
+    manifest = Manifest(
+        container=container,
+        model=_model(plan.snapshot, texts),
+        source=shards,
+        quantization=quantization,
+        geometry=Geometry(
+            layers=layers,
+            expert_layers=len(plan.layers),
+            experts=max((layer.experts for layer in plan.layers.values()), default=0),
+            expert_payload_bytes=max((layer.layout.payload_bytes for layer in plan.layers.values()), default=0),
+            page_bytes=PAGE_BYTES,
+        ),
+        roots=roots,
+        files=files,
+        text_files=tuple(texts),
+        catalog=catalog,
+        skipped=tuple(plan.snapshot.vision),
+        unknown=tuple(plan.snapshot.unknown),
+    )
+    _write_small(home / MANIFEST_NAME, manifest.render())
+    return manifest
+
+
+def _write_roots(
+    plan: Plan, directories: Mapping[int, Path], container: str, probes: Mapping[int, int]
+) -> tuple[Root, ...]:
+    home = directories[0]
+    roots = []
+    for number, root in enumerate(plan.roots):
+        uuid = checksum.root_uuid(container, number)
+        digest = None
+        if root.kind == "drive":
+            document = {
+                "format": ROOT_FORMAT, "version": VERSION, "container": container, "root": uuid, "number": number
+            }  # fmt: skip
+            text = (json.dumps(document, indent=2) + "\n").encode()
+            digest = _write_small(directories[number] / ROOT_NAME, text).digest
+        path = "." if number == 0 else os.path.relpath(directories[number].resolve(), home.resolve())
+        roots.append(Root(uuid, root.kind, path, root.share, probes.get(number), digest))
+    return tuple(roots)
+
+
+def _write_catalog(plan: Plan, home: Path, files: tuple[DataFile, ...], journal: Journal) -> SmallFile:
+    final = home / CATALOG_NAME
+    partial = final.with_name(final.name + PARTIAL_SUFFIX)
+    layers = [CatalogLayer(layer.layer, layer.experts, layer.layout) for layer in plan.layers.values()]
+    count = sum(layer.experts for layer in layers)
+    parts = [len(layer.layout.parts) for layer in layers]
+    pieces = max(len(plan.roots), *parts, 1)  # in place, every part may lie apart
+    expected = (
+        count * (PIECE_RECORD.size * pieces + 24)
+        + (len(plan.tensors) + len(files) + len(layers) + sum(parts)) * _RECORD_BYTES_MAX
+    )
+    write_catalog(
+        partial,
+        files,
+        layers,
+        _expert_records(plan, journal),
+        _tensor_records(plan, journal),
+        expected_bytes=expected,
+    )
+    small = _describe(partial, CATALOG_NAME)
+    _rename(partial, final)
+    sync_directory(home)
+    return small
+
+
+def _expert_records(plan: Plan, journal: Journal) -> Iterator[tuple[int, int, bytes]]:
+    for key in plan.experts():
+        digests = journal.experts[key]
+        spans = plan.expert_spans(key)
+        records = (
+            pack_piece(span.file, span.offset, span.payload_bytes, span.stored_bytes, digest)
+            for span, digest in zip(spans, digests, strict=True)
+        )
+        yield key.layer, key.expert, b"".join(records)
+
+
+def _tensor_records(plan: Plan, journal: Journal) -> Iterator[CatalogTensor]:
+    for tensor in plan.tensors:
+        digests = journal.tensors[tensor.position]
+        scales = None if tensor.scales is None else _extent(tensor.scales, digests[1])
+        source = tensor.source
+        yield CatalogTensor(
+            source.name, source.dtype, source.shape, tensor.encoding, _extent(tensor.weights, digests[0]), scales
+        )
+
+
+def _extent(span: Span, digest: bytes) -> CatalogExtent:
+    return CatalogExtent(span.file, span.offset, span.payload_bytes, span.stored_bytes, digest)
+
+
+def _model(snapshot: Snapshot, texts: list[SmallFile]) -> dict[str, str | None]:
+    config = snapshot.config
+    architectures = config.get("architectures") or [None]
+    directory = snapshot.directories[0]
+    revision = directory.name if directory.parent.name == "snapshots" else None
+    digests = {small.path: small.digest for small in texts}
+    return {
+        "model_type": config.get("model_type"),
+        "architecture": architectures[0],
+        "revision": revision,
+        "config_digest": digests.get("config.json"),
+    }
+
+
+def _ranges(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """The decoder layers that are there, as inclusive ranges."""
+    present = sorted({*plan.layers, *(n for t in plan.tensors if (n := layer_of(t.source.name)) is not None)})
+    ranges: list[tuple[int, int]] = []
+    for layer in present:
+        if ranges and ranges[-1][1] == layer - 1:
+            ranges[-1] = (ranges[-1][0], layer)
+        else:
+            ranges.append((layer, layer))
+    return tuple(ranges)
+
+
+def _write_small(path: Path, data: bytes) -> SmallFile:
+    """Write a small file aside, make it durable and give it its name."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise drive_error("cannot write", error, partial) from error
+    _rename(partial, path)
+    sync_directory(path.parent)
+    return SmallFile(path.name, len(data), checksum.digest(data).hex())
+
+
+def _describe(path: Path, name: str) -> SmallFile:
+    data = path.read_bytes()
+    return SmallFile(name, len(data), checksum.digest(data).hex())
+
+
+def _rename(partial: Path, final: Path) -> None:
+    try:
+        partial.replace(final)
+    except OSError as error:
+        raise drive_error("cannot rename", error, partial) from error
+
+
+def remove_journal(home: Path, journal_name: str) -> None:
+    """The container is complete: the restart point is not needed any more."""
+    with contextlib.suppress(FileNotFoundError):
+        (home / journal_name).unlink()
+    sync_directory(home)

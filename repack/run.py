@@ -1,0 +1,406 @@
+"""One repack from request to published container: check, plan, resume, stream, publish, prove.
+
+The order is the promise: everything that can be refused is refused before a byte is written, and whatever stops
+the run afterwards leaves a journal from which the same command continues.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from k3.container.direct import drive_error, sync_directory
+from k3.container.errors import NotAContainerError, ResumeError, ShardError
+from k3.container.layout import EXPERTS_DIRECTORY, JOURNAL_NAME, MANIFEST_NAME, PARTIAL_SUFFIX
+from k3.container.manifest import Manifest
+from k3.container.reader import Container, read_manifest
+from k3.container.snapshot import Snapshot
+from k3.repack.assemble import Assembler
+from k3.repack.compare import Comparison, compare_with_source
+from k3.repack.journal import Journal, ShardRecord
+from k3.repack.plan import Plan
+from k3.repack.preflight import check_space, drive_needs
+from k3.repack.probe import drive_rate, shares_from_rates
+from k3.repack.publish import finish_data_files, publish, remove_journal
+from k3.repack.recheck import Recheck, journalled_bytes, recheck
+from k3.repack.request import RepackRequest
+from k3.repack.shard_stream import ShardStreamer
+from k3.repack.throttle import Throttle
+from k3.repack.write import WriteDestination
+
+SCRATCH_NAME = "scratch.partial"
+
+
+class Watcher:
+    """What a run tells while it works; the command line shows it. Every method may be left as it is."""
+
+    def phase(self, what: str, total_bytes: int) -> None:
+        """A new phase with this many bytes to go."""
+
+    def item(self, name: str) -> None:
+        """What is being worked on, usually a shard."""
+
+    def advance(self, nbytes: int) -> None:
+        """That many bytes more are done."""
+
+    def note(self, text: str) -> None:
+        """One sentence that the user should see."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepackResult:
+    """What a run did. Bytes are of data files; a complete container found at the start has read_bytes 0."""
+
+    manifest: Manifest
+    read_bytes: int
+    written_bytes: int
+    recheck: Recheck | None
+    already_complete: bool
+
+
+class _Lock(AbstractContextManager[None]):
+    """One repack at a time per home directory; released by the kernel whatever happens to the process."""
+
+    def __init__(self, home: Path) -> None:
+        self._fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise ResumeError(
+                "another k3-repack is working on this container", path=home, advice="Wait for it to end"
+            ) from None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+
+def open_source(request: RepackRequest) -> Snapshot:
+    """Open and check the snapshot, and refuse destinations inside it."""
+    snapshot = Snapshot.open(request.sources, layers=request.layers)
+    request.check_places([*request.sources, *snapshot.directories])
+    return snapshot
+
+
+def plan_for(request: RepackRequest, snapshot: Snapshot, shares: tuple[int, ...]) -> Plan:
+    """The plan of a request under root shares."""
+    return Plan(snapshot, request.recipe, shares, in_place=request.in_place)
+
+
+def root_directories(request: RepackRequest, plan: Plan) -> dict[int, Path]:
+    """Directory of every root, by number."""
+    if plan.in_place:
+        return dict(enumerate((request.home, *plan.snapshot.directories)))
+    return dict(enumerate(request.root_directories()))
+
+
+def plan_of_container(snapshot: Snapshot, manifest: Manifest, request: RepackRequest) -> Plan:
+    """The plan that a finished container was made by, for this snapshot: its own shares, the request's recipe."""
+    return Plan(snapshot, request.recipe, manifest.shares, in_place=_is_in_place(manifest))
+
+
+def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
+    """Make (or continue, or recognise) the container that `request` asks for. K3Error for whatever is refused."""
+    snapshot = open_source(request)
+    for warning in snapshot.warnings:
+        watcher.note(warning)
+    if (request.home / MANIFEST_NAME).exists():
+        return _already_complete(request, snapshot)
+    _refuse_foreign_files(request)
+    made = _make_directories(request)
+    try:
+        with _Lock(request.home):
+            return _repack_locked(request, snapshot, watcher)
+    finally:
+        # A run that was refused before its journal existed leaves no empty directories behind.
+        if not (request.home / JOURNAL_NAME).exists() and not (request.home / MANIFEST_NAME).exists():
+            for directory in reversed(made):
+                if not any(directory.iterdir()):
+                    directory.rmdir()
+
+
+def _repack_locked(request: RepackRequest, snapshot: Snapshot, watcher: Watcher) -> RepackResult:
+    journal_path = request.home / JOURNAL_NAME
+    shares, probes = _shares(request, journal_path)
+    plan = plan_for(request, snapshot, shares)
+    directories = root_directories(request, plan)
+    check_space(drive_needs(plan, directories))
+    journal = Journal(journal_path)
+    try:
+        continues = journal.begin(_request_record(request, snapshot, shares, probes))
+        sync_directory(request.home)
+        checked = _resume(plan, directories, journal, request, watcher) if continues else None
+        read_bytes, written_bytes = _stream(plan, directories, journal, request, watcher)
+        finish_data_files(plan, directories, direct=request.direct)
+        manifest = publish(plan, directories, journal, probes)
+    finally:
+        journal.close()
+    remove_journal(request.home, JOURNAL_NAME)
+    return RepackResult(manifest, read_bytes, written_bytes, checked, already_complete=False)
+
+
+def verify_full(request: RepackRequest, watcher: Watcher) -> Comparison:
+    """Prove a finished container against a second read of its source."""
+    snapshot = open_source(request)
+    drives = () if request.in_place else request.drives
+    container = Container.open(request.home, (*drives, *snapshot.directories))
+    try:
+        plan = plan_of_container(snapshot, container.manifest, request)
+        watcher.phase("verifying", plan.read_bytes)
+        return compare_with_source(
+            plan,
+            container,
+            scratch=request.home / SCRATCH_NAME,
+            direct=request.direct,
+            throttle=Throttle(request.bytes_per_s),
+            on_shard=watcher.item,
+            on_bytes=watcher.advance,
+        )
+    finally:
+        container.close()
+
+
+# -- steps
+
+
+def _stream(
+    plan: Plan, directories: Mapping[int, Path], journal: Journal, request: RepackRequest, watcher: Watcher
+) -> tuple[int, int]:
+    """Stream every shard that still has something to give; returns bytes read and bytes written."""
+    todo = [n for n in range(len(plan.snapshot.shards)) if not _is_done(plan, journal, n)]
+    read_bytes = sum(plan.snapshot.shards[number].size_bytes for number in todo)
+    watcher.phase("repacking", read_bytes)
+    destination = WriteDestination(plan, directories, journal, direct=request.direct)
+    throttle = Throttle(request.bytes_per_s)
+    with ShardStreamer(direct=request.direct, throttle=throttle) as streamer:
+        assembler = Assembler(plan, destination, streamer, directories[0] / SCRATCH_NAME)
+        try:
+            _create_empty_files(plan, destination)
+            for number in todo:
+                _stream_shard(plan, number, assembler, destination, journal, watcher)
+            destination.drain()
+            if unfinished := assembler.unfinished():
+                key = unfinished[0]
+                raise ShardError("source ended inside an expert", layer=key.layer, expert=key.expert)
+        finally:
+            assembler.close()
+            destination.close()
+        for place in sorted({*destination.fell_back, *(path.parent for path in streamer.fell_back)}):
+            if request.direct:
+                watcher.note(f"{place}: the file system does not take O_DIRECT; went through the page cache")
+    return read_bytes, destination.written_bytes
+
+
+def _stream_shard(
+    plan: Plan,
+    number: int,
+    assembler: Assembler,
+    destination: WriteDestination,
+    journal: Journal,
+    watcher: Watcher,
+) -> None:
+    shard = plan.snapshot.shards[number]
+    watcher.item(shard.name)
+    before = shard.path.stat()
+    sha256 = hashlib.sha256()
+    assembler.shard(number, sha256, watcher.advance)
+    digest = sha256.hexdigest()
+    known = journal.shards.get(shard.name)
+    problem = None
+    if shard.blob_sha256 is not None and digest != shard.blob_sha256:
+        problem = f"shard's SHA-256 is {digest}, but it was published as {shard.blob_sha256}"
+    elif known is not None and known.sha256 != digest:
+        problem = f"shard's SHA-256 is {digest}; the unfinished run read {known.sha256}"
+    if problem is not None:
+        destination.drain()
+        keys, positions = plan.shard_units(number)
+        journal.forget([k for k in keys if k in journal.experts], [p for p in positions if p in journal.tensors])
+        raise ShardError(
+            problem, path=shard.path, advice="The file is damaged or another one: fetch it again, then run again"
+        )
+    destination.shard(shard.name, ShardRecord(digest, before.st_size, before.st_mtime_ns))
+
+
+def _is_done(plan: Plan, journal: Journal, number: int) -> bool:
+    """Whether a shard need not be read again: unchanged, hashed, and all it gives is durable."""
+    shard = plan.snapshot.shards[number]
+    record = journal.shards.get(shard.name)
+    status = shard.path.stat()
+    if record is None or (record.size_bytes, record.mtime_ns) != (status.st_size, status.st_mtime_ns):
+        return False
+    keys, positions = plan.shard_units(number)
+    return keys <= journal.experts.keys() and positions <= journal.tensors.keys()
+
+
+def _resume(
+    plan: Plan, directories: Mapping[int, Path], journal: Journal, request: RepackRequest, watcher: Watcher
+) -> Recheck:
+    total = journalled_bytes(plan, journal)
+    watcher.note(f"continuing an unfinished repack: {total / 1e9:.2f} GB are there and are read back first")
+    watcher.phase("re-checking", total)
+    result = recheck(plan, directories, journal, direct=request.direct, on_bytes=watcher.advance)
+    if bad := len(result.bad_experts) + len(result.bad_tensors):
+        watcher.note(f"{bad} of {bad + result.good_units} units did not match their digests and are made again")
+        journal.forget(list(result.bad_experts), list(result.bad_tensors))
+    _reopen_incomplete(plan, directories, journal)
+    return result
+
+
+def _reopen_incomplete(plan: Plan, directories: Mapping[int, Path], journal: Journal) -> None:
+    """Files that had their final name but lack units again become partial ones."""
+    wanting = {
+        span.file for key in plan.experts() if key not in journal.experts for span in plan.expert_spans(key)
+    }
+    if any(tensor.position not in journal.tensors for tensor in plan.tensors):
+        wanting.add(0)
+    for number in wanting:
+        file = plan.files[number]
+        final = directories[file.root] / file.path
+        partial = final.with_name(final.name + PARTIAL_SUFFIX)
+        if file.kind != "source" and final.exists() and not partial.exists():
+            final.rename(partial)
+            sync_directory(final.parent)
+
+
+def _create_empty_files(plan: Plan, destination: WriteDestination) -> None:
+    """Data files without content (a model without dense tensors, say) exist all the same."""
+    for number, file in enumerate(plan.files):
+        if file.kind != "source" and file.size_bytes == file.header_bytes:
+            destination.touch(number)
+
+
+def _shares(request: RepackRequest, journal_path: Path) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Root shares and, where they were measured, MB/s by root number."""
+    drives = request.drives or (request.home,)
+    if request.in_place:
+        return (0,), {}
+    if request.shares is not None:
+        return request.root_shares(request.shares), {}
+    if len(drives) == 1:
+        return request.root_shares((1,)), {}
+    recorded = _recorded_shares(journal_path)
+    if recorded is not None:
+        return recorded
+    rates = [drive_rate(drive) for drive in drives]
+    shares = request.root_shares(shares_from_rates(rates))
+    numbers = {path.resolve(): number for number, path in enumerate(request.root_directories())}
+    return shares, {numbers[d.resolve()]: round(rate / 1e6) for d, rate in zip(drives, rates, strict=True)}
+
+
+def _recorded_shares(journal_path: Path) -> tuple[tuple[int, ...], dict[int, int]] | None:
+    """The shares an unfinished run measured: it must go on with them."""
+    if not journal_path.exists():
+        return None
+    journal = Journal(journal_path)
+    try:
+        before = journal.request
+    finally:
+        journal.close()
+    if before is None:
+        return None
+    return tuple(before["shares"]), {int(number): rate for number, rate in before["probes"].items()}
+
+
+def _request_record(
+    request: RepackRequest, snapshot: Snapshot, shares: tuple[int, ...], probes: Mapping[int, int]
+) -> dict[str, Any]:
+    """What a resumed run must have in common with the first one."""
+    return {
+        "source": snapshot.identity,
+        "shards": [[shard.name, shard.size_bytes] for shard in snapshot.shards],
+        "bits": request.recipe.bits,
+        "mla_bits": request.recipe.mla_bits,
+        "head_bits": request.recipe.head_bits,
+        "in_place": request.in_place,
+        "layers": None if request.layers is None else list(request.layers),
+        "directories": [
+            os.path.relpath(path.resolve(), request.home.resolve()) for path in request.root_directories()
+        ],
+        "shares": list(shares),
+        "probes": {str(number): rate for number, rate in probes.items()},
+    }
+
+
+def _already_complete(request: RepackRequest, snapshot: Snapshot) -> RepackResult:
+    """A finished container: fine if it is the one asked for, refused with the difference otherwise."""
+    manifest = read_manifest(request.home)
+    recipe = request.recipe
+    asked = {
+        "bits": recipe.bits, "mla_bits": recipe.mla_bits, "head_bits": recipe.head_bits,
+        "in_place": request.in_place,
+        "shards": [[shard.name, shard.size_bytes] for shard in snapshot.shards],
+        "directories": len(root_directories(request, plan_for(request, snapshot, _any_shares(request)))),
+    }  # fmt: skip
+    there = {
+        **manifest.quantization,
+        "in_place": _is_in_place(manifest),
+        "shards": [[shard.name, shard.bytes] for shard in manifest.source],
+        "directories": len(manifest.roots),
+    }
+    if request.shares is not None and not request.in_place:
+        asked["shares"], there["shares"] = list(request.root_shares(request.shares)), list(manifest.shares)
+    published = {shard.name: shard.sha256 for shard in manifest.source}
+    for shard in snapshot.shards:
+        if shard.blob_sha256 is not None and published.get(shard.name, shard.blob_sha256) != shard.blob_sha256:
+            asked[f"sha256 of {shard.name}"] = shard.blob_sha256
+            there[f"sha256 of {shard.name}"] = published[shard.name]
+    differing = [key for key in asked if asked[key] != there[key]]
+    if differing:
+        details = "; ".join(f"{key}: {there[key]!r} there, {asked[key]!r} asked for" for key in differing)
+        raise ResumeError(
+            f"a finished container with other parameters is here: {details[:1000]}",
+            path=request.home,
+            advice="Choose another directory; a finished container is never changed",
+        )
+    (request.home / JOURNAL_NAME).unlink(missing_ok=True)
+    return RepackResult(manifest, 0, 0, None, already_complete=True)
+
+
+def _any_shares(request: RepackRequest) -> tuple[int, ...]:
+    return request.root_shares(request.shares or (1,) * len(request.drives or (request.home,)))
+
+
+def _is_in_place(manifest: Manifest) -> bool:
+    return any(root.kind == "source" for root in manifest.roots)
+
+
+def _refuse_foreign_files(request: RepackRequest) -> None:
+    """Data files without a journal are somebody else's: never overwritten."""
+    if (request.home / JOURNAL_NAME).exists():
+        return
+    for directory in request.root_directories():
+        if directory.exists() and not directory.is_dir():
+            raise NotAContainerError("the destination is not a directory", path=directory)
+        experts = directory / EXPERTS_DIRECTORY
+        if (experts.is_dir() and any(experts.iterdir())) or (directory / "config.json").exists():
+            raise NotAContainerError(
+                "the directory holds files that belong to no unfinished repack of this home",
+                path=directory,
+                advice="Choose an empty directory, or remove what is there yourself",
+            )
+
+
+def _make_directories(request: RepackRequest) -> list[Path]:
+    """Make the destination's directories; returns those that are new, parents first."""
+    made: list[Path] = []
+    wanted = list(request.root_directories())
+    if not request.in_place:
+        wanted += [drive / EXPERTS_DIRECTORY for drive in (request.drives or (request.home,))]
+    for directory in wanted:
+        missing = [place for place in (directory, *directory.absolute().parents) if not place.exists()]
+        for place in reversed(missing):
+            try:
+                place.mkdir()
+            except OSError as error:
+                raise drive_error("cannot make the directory", error, place) from error
+            made.append(place)
+    return made
