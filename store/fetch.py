@@ -1,0 +1,149 @@
+"""One expert from its extents into one buffer: where each piece goes, the read, the check, the second try.
+
+A piece is one extent. Pieces are read at page-aligned places one after the other, so the pieces of a
+container (whole pages, only the last one padded) make up the payload where they land; pieces of a raw
+snapshot, which start anywhere, are moved together afterwards. The functions keep no state and may be called
+from any thread; two pieces of one expert may be read at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k3.container import checksum
+from k3.container.direct import Bytes, span_bytes
+from k3.container.errors import DamageError, DriveError, ExpertError, K3Error
+from k3.container.keys import PAGE_BYTES, ExpertKey, ExpertLayout, Extent, page_ceil
+from k3.store.handles import OpenFiles
+
+ATTEMPTS = 2
+"""Reads of one piece before it is given up. Links and caches fail once; a bad drive fails again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One extent and the page-aligned part of the buffer that it is read into."""
+
+    extent: Extent
+    start: int
+    capacity: int
+
+    @property
+    def payload_start(self) -> int:
+        """Where in the buffer the content begins."""
+        return self.start + self.extent.offset % PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What reading one piece took."""
+
+    reads: int
+    read_bytes: int
+    checked_bytes: int
+
+
+def buffer_bytes(layout: ExpertLayout) -> int:
+    """Capacity that surely holds any expert of a layer, however its parts are scattered over files.
+
+    Whole pages take no more than the payload rounded up; each part that starts and ends inside a page can
+    add one page at either end.
+    """
+    return page_ceil(layout.payload_bytes) + 2 * PAGE_BYTES * len(layout.parts)
+
+
+def place(key: ExpertKey, extents: Sequence[Extent], layout: ExpertLayout, capacity: int) -> tuple[Piece, ...]:
+    """Give each extent its part of a buffer of `capacity` bytes.
+
+    ExpertError when the extents do not add up to the layer's payload or are in more pieces than it has parts.
+    """
+    payload_bytes = sum(extent.payload_bytes for extent in extents)
+    if payload_bytes != layout.payload_bytes:
+        raise ExpertError(
+            f"extents hold {payload_bytes} bytes, the layer's experts have {layout.payload_bytes}",
+            path=extents[0].path if extents else None,
+            layer=key.layer,
+            expert=key.expert,
+        )
+    pieces = []
+    start = 0
+    for extent in extents:
+        span = span_bytes(extent.offset, extent.stored_bytes)
+        pieces.append(Piece(extent, start, span))
+        start += span
+    if start > capacity:
+        raise ExpertError(
+            f"scattered over {len(extents)} places that need {start} bytes, the buffers have {capacity}",
+            path=extents[0].path,
+            layer=key.layer,
+            expert=key.expert,
+        )
+    return tuple(pieces)
+
+
+def read_piece(files: OpenFiles, key: ExpertKey, piece: Piece, buffer: Bytes, *, check: bool) -> Fetched:
+    """Read one piece into its part of `buffer`, twice if need be.
+
+    With `check`, the bytes are compared with the extent's digest if it has one. DriveError or DamageError
+    with file, offset, layer and expert when the second try fails too; the buffer's content is then undefined.
+    """
+    extent = piece.extent
+    into = buffer[piece.start : piece.start + piece.capacity]
+    first: K3Error | None = None
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with files.reading(extent.path) as file:
+                stored = file.read(extent.offset, extent.stored_bytes, into)
+            checked_bytes = _compare(extent, stored) if check else 0
+            return Fetched(attempt, attempt * extent.stored_bytes, checked_bytes)
+        except (DriveError, DamageError) as error:
+            first = error
+            files.drop(extent.path)  # the file may have been replaced by a sound one meanwhile
+    assert first is not None
+    raise located(first, key) from first
+
+
+def join(pieces: Sequence[Piece], buffer: Bytes) -> tuple[int, int]:
+    """Make the payloads of all pieces contiguous, moving bytes only where needed.
+
+    Returns where in the buffer the expert's payload begins and ends.
+    """
+    begin = pieces[0].payload_start
+    end = begin
+    for piece in pieces:
+        source = piece.payload_start
+        nbytes = piece.extent.payload_bytes
+        if source != end:
+            assert source > end, "pieces only ever move towards the beginning"
+            buffer[end : end + nbytes] = buffer[source : source + nbytes]  # NumPy copies overlaps correctly
+        end += nbytes
+    return begin, end
+
+
+def located(error: K3Error, key: ExpertKey) -> K3Error:
+    """A new error like `error` that also says which expert it was. New, since several threads may raise it."""
+    return type(error)(
+        error.problem,
+        path=error.path,
+        tensor=error.tensor,
+        layer=key.layer,
+        expert=key.expert,
+        offset=error.offset,
+        advice=error.advice,
+    )
+
+
+def _compare(extent: Extent, stored: Bytes) -> int:
+    """Bytes that were compared with a digest; DamageError when they differ from it."""
+    if extent.digest is None:
+        return 0
+    found = checksum.digest(stored)
+    if found != extent.digest:
+        raise DamageError(
+            f"{extent.stored_bytes} bytes have digest {found.hex()} instead of {extent.digest.hex()}",
+            path=extent.path,
+            offset=extent.offset,
+            advice="Find everything that is damaged with k3-verify --read-data all, then restore it",
+        )
+    return extent.stored_bytes

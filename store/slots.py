@@ -1,0 +1,95 @@
+"""`SlotTable`: the buffers of a source, which expert lies in which, and which of them the cache keeps.
+
+A slot is free, lent to a reader (`take_slot` until `settle` or `give_up`), held (`holders` of its resident),
+or kept by the cache until its room is needed. Does no I/O and has no lock: the source's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from k3.container.direct import Bytes, aligned_buffer
+from k3.container.keys import ExpertKey
+from k3.store.eviction import LayeredLru, divide
+from k3.store.source import POISON, Payload, read_only
+
+
+@dataclass(slots=True)
+class Resident:
+    """An expert in RAM: held by `holders` leases (or by a stream that will hand it out), or kept if 0."""
+
+    key: ExpertKey
+    slot: int
+    payload: Payload
+    holders: int = 0
+
+
+class SlotTable:
+    """`working_slots` slots, and as many more as the cache may keep and the model can fill."""
+
+    def __init__(
+        self, slot_bytes: int, working_slots: int, cache_slots: int, counts: Mapping[int, int], *, debug: bool
+    ) -> None:
+        quotas = divide(cache_slots, counts)
+        self.slot_bytes = slot_bytes
+        self._buffers = [aligned_buffer(slot_bytes) for _ in range(working_slots + sum(quotas.values()))]
+        self._views = [read_only(buffer) for buffer in self._buffers]
+        self._free = list(range(len(self._buffers)))
+        self._kept = LayeredLru(quotas)
+        self._residents: dict[ExpertKey, Resident] = {}
+        self._debug = debug
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def buffer(self, slot: int) -> Bytes:
+        """The writable buffer of a slot, for the reader that it is lent to."""
+        return self._buffers[slot]
+
+    def hold(self, key: ExpertKey) -> Resident | None:
+        """One holder more for an expert that is in RAM; None when it is not."""
+        resident = self._residents.get(key)
+        if resident is None:
+            return None
+        if resident.holders == 0:
+            taken = self._kept.take(key)
+            assert taken, f"{key} is neither held nor kept"
+        resident.holders += 1
+        return resident
+
+    def let_go(self, resident: Resident) -> None:
+        """One holder less; the last one leaves the expert to the cache."""
+        assert resident.holders > 0
+        resident.holders -= 1
+        if resident.holders == 0:
+            victim = self._kept.put(resident.key)
+            if victim is not None:
+                self._evict(victim)
+
+    def take_slot(self) -> int:
+        """Lend a slot for reading; what the cache has kept longest makes room if none is free."""
+        if not self._free:
+            victim = self._kept.drop_oldest()
+            assert victim is not None, "every slot is lent or held: the caller had no right to one"
+            self._evict(victim)
+        return self._free.pop()
+
+    def settle(self, key: ExpertKey, slot: int, begin: int, end: int, holders: int) -> Resident:
+        """The lent slot now holds an expert, its payload from `begin` to `end`, for this many holders."""
+        assert key not in self._residents
+        assert holders > 0
+        resident = Resident(key, slot, self._views[slot][begin:end], holders)
+        self._residents[key] = resident
+        return resident
+
+    def give_up(self, slot: int) -> None:
+        """The lent slot holds nothing of use."""
+        if self._debug:
+            self._buffers[slot].fill(POISON)
+        self._free.append(slot)
+
+    def _evict(self, key: ExpertKey) -> None:
+        self.give_up(self._residents.pop(key).slot)
+        self.evictions += 1

@@ -1,0 +1,76 @@
+"""Holds up: experts of a raw snapshot arrive as the safetensors library reads them, however they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from faults import DriveFaults
+from safetensors import safe_open
+from store.source_suite import Opened, SourceSuite
+
+from k3.container.keys import ExpertKey
+from k3.container.snapshot import Snapshot
+from k3.store.file import FileSource
+from k3.verify.synthetic import SyntheticModel, write_snapshot
+
+
+def true_payloads(snapshot: Snapshot) -> dict[ExpertKey, bytes]:
+    """Every expert's bytes by somebody else's reader."""
+    tensors: dict[str, bytes] = {}
+    for shard in snapshot.shards:
+        with safe_open(shard.path, framework="numpy") as file:
+            tensors.update((n, file.get_tensor(n).tobytes()) for n in file.keys() if ".experts." in n)  # noqa: SIM118
+    payloads = {}
+    for layer in snapshot.expert_layers():
+        layout = snapshot.expert_layout(layer)
+        for expert in range(snapshot.expert_count(layer)):
+            names = [f"{layout.block}.{expert}.{part.name}" for part in layout.parts]
+            payloads[ExpertKey(layer, expert)] = b"".join(tensors[name] for name in names)
+    return payloads
+
+
+class _SnapshotSuite(SourceSuite):
+    model: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[dict[str, Any]] = {}
+
+    @pytest.fixture
+    def opened(self, tmp_path: Path) -> Iterator[Opened]:
+        where = write_snapshot(SyntheticModel(layers=3, experts=6, vision=False, **self.model), tmp_path)
+        snapshot = Snapshot.open([where])
+        open_source = partial(FileSource, snapshot, working_slots=12, **self.options)
+        source = open_source()
+        yield Opened(source, true_payloads(snapshot), open_source)
+        source.close()
+
+
+class TestLexicographic(_SnapshotSuite):
+    pass
+
+
+class TestHubCache(_SnapshotSuite):
+    model: ClassVar[dict[str, Any]] = {"layout": "hf_cache"}
+
+
+class TestScattered(_SnapshotSuite):
+    """Every expert's six tensors apart from each other, in shards that are cut anywhere."""
+
+    model: ClassVar[dict[str, Any]] = {"expert_order": "scattered", "shards_per_layer": 2}
+
+
+class TestScatteredShortAndInterrupted(TestScattered):
+    options: ClassVar[dict[str, Any]] = {"opener": DriveFaults(noise=0.33, seed=4).open}
+
+
+def test_bytes_without_a_digest_are_counted_as_unchecked(tmp_path: Path) -> None:
+    write_snapshot(SyntheticModel(layers=2, experts=4, experts_per_token=2, vision=False), tmp_path)
+    source = FileSource(Snapshot.open([tmp_path]), verify="always")
+    for lease in source.lease(1, range(4)):
+        lease.release()
+    stats = source.stats()
+    assert stats.checked_bytes == 0
+    assert stats.unchecked_bytes == stats.read_bytes > 0
+    source.close()
