@@ -1,0 +1,214 @@
+"""The model: embeddings, layers, head. The forward pass reads as it is written in the paper.
+
+    p = embed[token];  blocks = []
+    for each layer:
+        h = mix(blocks, p)                      before a block's first layer is banked
+        if a block starts here: bank p
+        a = attention(norm(h));                 p = a at a block start, else p + a
+        p = p + mlp(norm(mix(blocks, p)))
+    logits = head(norm(mix(blocks, p)))
+
+A `Model` is immutable once loaded and knows no timeline; what a timeline remembers is a `State`, passed in.
+Every row of every product depends on that row alone, so tokens may be taken one at a time or many at once:
+the bits are the same. One forward pass at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from k3 import kernels
+from k3.container.errors import ExpertError
+from k3.container.source import EncodedTensor, ModelSource
+from k3.engine.config import ModelConfig
+from k3.engine.kda import KdaAttention
+from k3.engine.mla import LatentAttention
+from k3.engine.mlp import GatedMlp
+from k3.engine.moe import LatentMoe
+from k3.engine.residual import ResidualMix
+from k3.engine.state import State
+from k3.engine.trace import Tracer
+from k3.engine.weights import Weights, to_float32
+from k3.store.source import ExpertSource
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """`exact` computes with float32 activations everywhere; otherwise quantized weights meet int8 ones.
+    `keep_share` is the pruning of experts described at `moe.Router`."""
+
+    exact: bool = False
+    keep_share: float = 1.0
+
+
+class Layer:
+    """One decoder layer: two sub-layers, each with its mixture and its norm."""
+
+    def __init__(
+        self, weights: Weights, index: int, config: ModelConfig, source: ModelSource, experts: ExpertSource,
+        options: ModelOptions,
+    ) -> None:  # fmt: skip
+        name = f"model.layers.{index}"
+        self.index = index
+        self.starts_block = index % config.residual_block == 0
+        self._eps = config.eps
+        self.attention_mix = ResidualMix(weights, f"{name}.self_attention_res", config.eps)
+        self._attention_norm = weights.floats(f"{name}.input_layernorm.weight")
+        self._attention: KdaAttention | LatentAttention
+        if index in config.kda_layers:
+            self._attention = KdaAttention(weights, f"{name}.self_attn", config)
+        else:
+            self._attention = LatentAttention(weights, f"{name}.self_attn", config)
+        self.mlp_mix = ResidualMix(weights, f"{name}.mlp_res", config.eps)
+        self._mlp_norm = weights.floats(f"{name}.post_attention_layernorm.weight")
+        self.mlp: GatedMlp | LatentMoe
+        if index in config.moe_layers:
+            _check_experts(source, index, config)
+            self.mlp = LatentMoe(
+                weights, f"{name}.block_sparse_moe", index, config, experts, source.expert_layout(index),
+                exact=options.exact, keep_share=options.keep_share,
+            )  # fmt: skip
+        else:
+            self.mlp = GatedMlp(weights, f"{name}.mlp", config)
+
+    def attend(self, mixed: Array, state: State) -> Array:
+        """The attention half of the layer for a mixture [S, hidden], before it joins the stream."""
+        normed = kernels.rms_norm(mixed, self._attention_norm, self._eps)
+        # Which kind of state belongs to a layer follows from the same list as its kind of attention.
+        attention: Callable[[Array, Any, int], Array] = self._attention
+        return attention(normed, state.layers[self.index], state.position)
+
+    def transform(self, mixed: Array) -> Array:
+        """The MLP half of the layer for a mixture [S, hidden], before it joins the stream."""
+        return self.mlp(kernels.rms_norm(mixed, self._mlp_norm, self._eps))
+
+
+class Model:
+    """All weights that stay in memory, and the way through them."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        config: ModelConfig,
+        experts: ExpertSource,
+        options: ModelOptions,
+        *,
+        tracer: Tracer | None = None,
+        on_read: Callable[[str], None] | None = None,
+    ) -> None:
+        """Load every dense tensor of `config.layers`. `on_read` is told the name of each that was read.
+
+        SourceError, UnsupportedError and the like name the tensor; nothing is read before all names agree.
+        """
+        self.config = config
+        self.options = options
+        self._experts = experts
+        self._tracer = tracer or Tracer()
+        self._passes = 0
+        with Weights(source, config, exact=options.exact, on_read=on_read) as weights:
+            self._embeddings = weights.matrix("model.embed_tokens.weight").tensor
+            self.layers = [Layer(weights, index, config, source, experts, options) for index in config.layers]
+            self._output_mix = ResidualMix(weights, "model.output_attn_res", config.eps)
+            self._output_norm = weights.floats("model.norm.weight")
+            self._head = weights.matrix("lm_head.weight")
+            weights.finish()
+            self.resident_bytes = weights.resident_bytes
+
+    def forward(self, ids: Sequence[int], state: State, *, every_logit: bool = False) -> Array:
+        """Take in the tokens `ids` [S], which follow on `state`, and advance it.
+
+        Returns logits [S, vocab] with `every_logit`, else of the last token only, [1, vocab]. The caller has
+        checked that ids are in the vocabulary and that the state has room. After an error the state is of no
+        further use.
+        """
+        began_ns, read_before = time.monotonic_ns(), self._read_bytes()
+        stream = self.embed(ids)
+        blocks: list[Array] = []
+        for layer in self.layers:
+            stream = self.through(layer, blocks, stream, state)
+        head_ns = time.monotonic_ns()
+        if not every_logit:
+            blocks, stream = [block[-1:] for block in blocks], stream[-1:]
+        logits = self.logits(blocks, stream)
+        if self._tracer.enabled:
+            self._tracer.record(
+                "pass", **self._place(state, ids), ms=_ms(began_ns), head_ms=_ms(head_ns),
+                read_bytes=self._read_bytes() - read_before,
+            )  # fmt: skip
+            self._tracer.end_pass()
+        state.position += len(ids)
+        self._passes += 1
+        return logits
+
+    def embed(self, ids: Sequence[int]) -> Array:
+        """Rows of the embedding table, [S, hidden]."""
+        table = self._embeddings
+        rows = table.data[np.asarray(ids, dtype=np.int64)]
+        scales = None if table.scales is None else table.scales[np.asarray(ids, dtype=np.int64)]
+        return to_float32(EncodedTensor(table.name, table.encoding, table.dtype, rows.shape, rows, scales))
+
+    def logits(self, blocks: Sequence[Array], stream: Array) -> Array:
+        """The head: last mixture, norm, vocabulary. [S, hidden] -> [S, vocab]."""
+        mixed = self._output_mix(blocks, stream)
+        return self._head(kernels.rms_norm(mixed, self._output_norm, self.config.eps))
+
+    def through(self, layer: Layer, blocks: list[Array], stream: Array, state: State) -> Array:
+        """The stream after one layer; a layer that starts a block also banks the stream before it."""
+        began_ns, read_before = time.monotonic_ns(), self._read_bytes()
+        mixed = layer.attention_mix(blocks, stream)
+        if layer.starts_block:
+            blocks.append(stream)
+        attended = layer.attend(mixed, state)
+        stream = attended if layer.starts_block else stream + attended
+        middle_ns = time.monotonic_ns()
+        stream = stream + layer.transform(layer.mlp_mix(blocks, stream))
+        if self._tracer.enabled:
+            self._trace_layer(layer, state, stream, began_ns, middle_ns, read_before)
+        return stream
+
+    def _trace_layer(
+        self, layer: Layer, state: State, stream: Array, began_ns: int, middle_ns: int, read_before: int
+    ) -> None:
+        moe = layer.mlp if isinstance(layer.mlp, LatentMoe) else None
+        routing = None if moe is None else moe.last_routing
+        self._tracer.record(
+            "layer",
+            **self._place(state, stream),
+            layer=layer.index,
+            attention="kda" if layer.index in self.config.kda_layers else "mla",
+            mlp="dense" if moe is None else "moe",
+            attention_ms=round((middle_ns - began_ns) / 1e6, 3),
+            mlp_ms=_ms(middle_ns),
+            wait_ms=0.0 if moe is None else round(moe.last_wait_ns / 1e6, 3),
+            read_bytes=self._read_bytes() - read_before,
+            experts=None if routing is None else routing.per_token(),
+        )
+
+    def _place(self, state: State, tokens: Sequence[int] | Array) -> dict[str, int]:
+        return {"pass": self._passes, "position": state.position, "tokens": len(tokens)}
+
+    def _read_bytes(self) -> int:
+        return self._experts.stats().read_bytes
+
+
+def _check_experts(source: ModelSource, layer: int, config: ModelConfig) -> None:
+    """The layer's routed experts must be there, all of them. ExpertError otherwise."""
+    if layer not in source.expert_layers():
+        raise ExpertError("the layer's routed experts are not in the model", layer=layer)
+    count = source.expert_count(layer)
+    if count != config.moe.experts:
+        raise ExpertError(
+            f"the layer has {count} routed experts, the configuration gives {config.moe.experts}", layer=layer
+        )
+
+
+def _ms(since_ns: int) -> float:
+    return round((time.monotonic_ns() - since_ns) / 1e6, 3)

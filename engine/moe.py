@@ -1,0 +1,234 @@
+"""Stable LatentMoE: route, lease, multiply, sum, release.
+
+The router reads the full width in float32: s = sigmoid(gate x); the bias takes part in the choice of the top
+experts only, the weights are s alone. The chosen experts work in a narrow latent space, their weighted sum is
+normalised, and an up projection leads back; shared experts read the full width.
+
+A chunk's tokens are routed together and each expert that any of them chose is leased once. Experts arrive in
+any order, but a token's outputs are summed in ascending expert id, so the result does not depend on where an
+expert lay, on what was cached, or on how the tokens were cut into chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from k3 import kernels
+from k3.container.errors import DamageError, ExpertError, UnsupportedError
+from k3.container.keys import ExpertLayout, ExpertPart
+from k3.engine.config import ROUTER_SUM_EPS, ModelConfig, MoeConfig
+from k3.engine.mlp import GatedMlp
+from k3.engine.weights import Weights
+from k3.kernels import ExpertMatrix
+from k3.store.source import ExpertSource
+
+Array = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """`experts` [S, top_k] ascending; `weights` [S, top_k], zero where an expert was pruned."""
+
+    experts: Ids
+    weights: Array
+    kept: npt.NDArray[np.bool_]
+
+    def wanted(self) -> list[int]:
+        """Every expert that some token uses, ascending."""
+        return [int(expert) for expert in np.unique(self.experts[self.kept])]
+
+    def per_token(self) -> list[list[int]]:
+        """The experts that each token uses, ascending."""
+        return [row[keep].tolist() for row, keep in zip(self.experts, self.kept, strict=True)]
+
+
+class Router:
+    """Chooses experts. `keep_share` p < 1 prunes: of a token's experts only the smallest set of the heaviest
+    whose weights make up p of their total is used (ties: lowest id). The rest keep their weights, which is
+    as good as rescaling them, since the norm behind the sum cancels any common factor."""
+
+    def __init__(self, weights: Weights, name: str, layer: int, moe: MoeConfig, keep_share: float) -> None:
+        self._gate = weights.matrix(f"{name}.gate.weight", exact=True)
+        self._bias = weights.floats(f"{name}.gate.e_score_correction_bias")
+        self._layer = layer
+        self._moe = moe
+        self._keep_share = keep_share
+
+    def __call__(self, x: Array) -> Routing:
+        """x [S, hidden]. DamageError when a score is not finite: no choice made from it would mean anything."""
+        scores = kernels.sigmoid(self._gate(x))
+        choice = scores + self._bias
+        if not np.isfinite(choice).all():
+            token, expert = np.argwhere(~np.isfinite(choice))[0]
+            raise DamageError(
+                f"the router's score of expert {expert} for token {token} of the chunk is {choice[token, expert]}",
+                layer=self._layer,
+                advice="Weights are damaged; check the model with k3-verify",
+            )
+        top = np.argsort(-choice, axis=-1, kind="stable")[:, : self._moe.top_k]
+        experts = np.sort(top, axis=-1)
+        weights = np.take_along_axis(scores, experts, axis=-1)
+        if self._moe.renormalize:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(ROUTER_SUM_EPS))
+        weights = weights * np.float32(self._moe.scaling_factor)
+        return Routing(experts, weights, kept_experts(weights, self._keep_share))
+
+
+class LatentMoe:
+    """The MoE of one layer; `name` is the tensors' prefix, e.g. "model.layers.1.block_sparse_moe"."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        layer: int,
+        config: ModelConfig,
+        source: ExpertSource,
+        layout: ExpertLayout,
+        *,
+        exact: bool,
+        keep_share: float = 1.0,
+    ) -> None:
+        self.router = Router(weights, name, layer, config.moe, keep_share)
+        self._down = weights.matrix(f"{name}.routed_expert_down_proj.weight")
+        self._norm = weights.floats(f"{name}.routed_expert_norm.weight")
+        self._up = weights.matrix(f"{name}.routed_expert_up_proj.weight")
+        self._shared = GatedMlp(weights, f"{name}.shared_experts", config) if config.moe.shared_experts else None
+        self._layer = layer
+        self._config = config
+        self._source = source
+        self._matrices = expert_matrices(layout, config, layer)
+        self._exact = exact
+        self.last_routing: Routing | None = None
+        self.last_wait_ns = 0
+
+    def __call__(self, x: Array) -> Array:
+        """x [S, hidden], normed -> [S, hidden]. Raises what the expert source raises.
+
+        `last_routing` and `last_wait_ns` (time spent waiting for experts) are left for whoever traces.
+        """
+        routing = self.last_routing = self.router(x)
+        self.last_wait_ns = 0
+        stream = self._source.lease(self._layer, routing.wanted())
+        try:  # the drives are busy from here on; do everything that needs no expert first
+            z = self._down(x)
+            shared = None if self._shared is None else self._shared(x)
+            total = ExpertSum(routing, self._config.moe.latent)
+            while True:
+                before_ns = time.monotonic_ns()
+                lease = next(stream, None)
+                self.last_wait_ns += time.monotonic_ns() - before_ns
+                if lease is None:
+                    break
+                with lease:
+                    rows = total.rows(lease.expert)
+                    total.add(lease.expert, self._multiply(z[rows], lease.payload, lease.expert))
+        finally:
+            stream.close()
+        out = self._up(kernels.rms_norm(total.finish(), self._norm, self._config.eps))
+        return out if shared is None else out + shared
+
+    def _multiply(self, z: Array, payload: npt.NDArray[np.uint8], expert: int) -> Array:
+        """One expert's output for these rows of z."""
+        beta, linear_beta = self._config.situ_beta, self._config.situ_linear_beta
+        try:
+            out = kernels.expert_forward(
+                z, payload, *self._matrices, beta=beta, linear_beta=linear_beta, exact=self._exact
+            )
+        except (kernels.ReservedScaleError, kernels.NonFiniteError) as error:
+            raise self._damaged(f"the expert cannot be computed: {error}", expert) from error
+        if not np.isfinite(out).all():
+            raise self._damaged("the expert's output is not finite", expert)
+        return out
+
+    def _damaged(self, problem: str, expert: int) -> DamageError:
+        return DamageError(
+            problem,
+            layer=self._layer,
+            expert=expert,
+            advice="Weights are damaged; check the model with k3-verify",
+        )
+
+
+class ExpertSum:
+    """Weighted outputs of a chunk's experts, added per token in ascending expert id whatever comes first."""
+
+    def __init__(self, routing: Routing, width: int) -> None:
+        self._sum = np.zeros((len(routing.experts), width), np.float32)
+        self._rows: dict[int, Ids] = {}
+        self._weights: dict[int, Array] = {}
+        for expert in routing.wanted():
+            rows, slots = np.nonzero((routing.experts == expert) & routing.kept)
+            self._rows[expert] = rows
+            self._weights[expert] = routing.weights[rows, slots][:, None]
+        self._order = list(self._rows)
+        self._early: dict[int, Array] = {}
+        self._next = 0
+
+    def rows(self, expert: int) -> Ids:
+        """The chunk's tokens that use an expert."""
+        return self._rows[expert]
+
+    def add(self, expert: int, out: Array) -> None:
+        """Take an expert's output for its rows; it waits here until every lower id has been added."""
+        assert expert not in self._early
+        self._early[expert] = out
+        while self._next < len(self._order) and (turn := self._order[self._next]) in self._early:
+            self._sum[self._rows[turn]] += self._weights[turn] * self._early.pop(turn)
+            self._next += 1
+
+    def finish(self) -> Array:
+        """The sums [S, width], once every expert is in."""
+        assert self._next == len(self._order), "an expert never arrived"
+        return self._sum
+
+
+def kept_experts(weights: Array, keep_share: float) -> npt.NDArray[np.bool_]:
+    """Which of each token's experts stay under `--topp`: the heaviest, until they make up `keep_share` of the
+    total. weights [S, k] -> bool [S, k]; at least one stays, and all do at 1."""
+    if keep_share >= 1:
+        return np.ones(weights.shape, np.bool_)
+    order = np.argsort(-weights, axis=-1, kind="stable")
+    heaviest = np.take_along_axis(weights, order, axis=-1).astype(np.float64)
+    reached = np.cumsum(heaviest, axis=-1)
+    kept = np.ones(weights.shape, np.bool_)  # the heaviest of all, and those that follow a sum still too small
+    np.put_along_axis(kept, order[:, 1:], reached[:, :-1] < keep_share * reached[:, -1:], axis=-1)
+    return kept
+
+
+_MATRICES = ("w1", "w2", "w3")
+_PARTS = tuple(f"{matrix}.weight_{part}" for matrix in _MATRICES for part in ("packed", "scale"))
+
+
+def expert_matrices(layout: ExpertLayout, config: ModelConfig, layer: int) -> tuple[ExpertMatrix, ...]:
+    """Where w1, w2 and w3 lie inside a payload. UnsupportedError for another packing than MXFP4,
+    ExpertError for shapes that do not follow from the configuration."""
+    names = [part.name for part in layout.parts]
+    if sorted(names) != sorted(_PARTS):
+        raise UnsupportedError(
+            f"experts are made of {', '.join(names)}; this engine computes with {', '.join(_PARTS)}", layer=layer
+        )
+    latent, inner = config.moe.latent, config.moe.inner
+    shapes = {"w1": (inner, latent), "w2": (latent, inner), "w3": (inner, latent)}
+    matrices = []
+    for matrix in _MATRICES:
+        rows, columns = shapes[matrix]
+        packed, scale = layout.part(f"{matrix}.weight_packed"), layout.part(f"{matrix}.weight_scale")
+        _check_part(packed, (rows, columns // 2), layout, layer)
+        _check_part(scale, (rows, columns // kernels.MX_GROUP), layout, layer)
+        matrices.append(ExpertMatrix(packed.offset, scale.offset, rows, columns))
+    return tuple(matrices)
+
+
+def _check_part(part: ExpertPart, shape: tuple[int, int], layout: ExpertLayout, layer: int) -> None:
+    if part.shape != shape or part.dtype != "U8":
+        raise ExpertError(
+            f"expert tensor is {part.dtype} {list(part.shape)} where the configuration gives U8 {list(shape)}",
+            tensor=f"{layout.block}.0.{part.name}",
+            layer=layer,
+        )

@@ -1,0 +1,247 @@
+"""From settings to a model that can run: find it, check it, ask whether it fits, load it.
+
+The order is the point: everything that can be refused without reading weights is refused before the first
+of them is read. Called once per process from its main thread; close what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3 import kernels
+from k3.container import checksum
+from k3.container.direct import drive_error
+from k3.container.errors import ConfigError, DamageError
+from k3.container.hf_cache import snapshot_directory
+from k3.container.keys import Encoding, tensor_bytes
+from k3.container.memory_limit import memory_limit
+from k3.container.modelconfig import CONFIG_NAME, load_config
+from k3.container.reader import Container
+from k3.container.recipe import Recipe
+from k3.container.snapshot import Snapshot
+from k3.engine.budget import CHUNK_COPIES, Need, check_fits
+from k3.engine.config import ModelConfig, parse_layers, token_ids
+from k3.engine.model import Model, ModelOptions
+from k3.engine.reading import READ_AHEAD
+from k3.engine.settings import ModelSettings, SettingsError
+from k3.engine.state import state_bytes
+from k3.engine.tokenizer import Tokenizer, read_json_object
+from k3.engine.trace import Tracer
+from k3.engine.weights import needed_names
+from k3.store.fetch import buffer_bytes
+from k3.store.file import WORKING_SLOTS, FileSource
+
+DEFAULT_BITS = 8
+AUTO_CACHE_SHARE = 0.8
+"""Part of the memory left over that an expert cache of no given size takes; the rest is for the page cache."""
+
+
+@dataclass(slots=True)
+class FoundModel:
+    """A model on disk that was looked at and can be run, with nothing loaded yet."""
+
+    source: Container | Snapshot
+    config: ModelConfig
+    names: list[str]  # dense tensors that a run reads
+    warnings: list[str]
+
+    def close(self) -> None:
+        """Let go of the files; nothing can be read afterwards."""
+        if isinstance(self.source, Container):
+            self.source.close()
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's vocabulary. ConfigError when its files are missing or do not fit."""
+        ranks, names = self._text_file("tiktoken.model"), self._text_file("tokenizer_config.json")
+        return Tokenizer.load(ranks, names, self.config.vocab)
+
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation: generation_config.json's, else config.json's."""
+        path = self._text_file("generation_config.json")
+        value = None if path is None else read_json_object(path).get("eos_token_id")
+        if path is None or value is None:
+            return self.config.eos_ids
+        ids = token_ids(value, "eos_token_id", path)
+        if max(ids) >= self.config.vocab:
+            raise ConfigError(f"eos_token_id {max(ids)} is outside the vocabulary", path=path)
+        return ids
+
+    def _text_file(self, name: str) -> Path | None:
+        """A small file of the model, or None. In a container it must be what its digest says: DamageError."""
+        path = self.source.text_file(name)
+        if path is None or not isinstance(self.source, Container):
+            return path
+        wanted = next(file.digest for file in self.source.manifest.text_files if file.path == name)
+        try:
+            found = checksum.digest(path.read_bytes()).hex()
+        except OSError as error:
+            raise drive_error("cannot read", error, path) from error
+        if found != wanted:
+            raise DamageError("file does not match its digest", path=path, advice="Restore it, or repack")
+        return path
+
+
+def find_model(settings: ModelSettings) -> FoundModel:
+    """Open the container or snapshot and check configuration and names. Reads no weights.
+
+    What it returns is the caller's to close.
+    """
+    if settings.container is None:
+        snapshot = Snapshot.open(settings.snapshot, recipe=_recipe(settings), layers=_snapshot_layers(settings))
+        return _checked(snapshot, snapshot.config_path, settings, list(snapshot.warnings))
+    container = Container.open(settings.container, settings.roots)
+    try:
+        _check_recipe(container, settings)
+        return _checked(container, settings.container / "config.json", settings, [])
+    except BaseException:
+        container.close()
+        raise
+
+
+def _snapshot_layers(settings: ModelSettings) -> range | None:
+    """Layers that a snapshot is opened for, so that shards of others need not be there; None for all.
+
+    That the model has them is checked here, before the shards are looked at.
+    """
+    if settings.layers is None:
+        return None
+    for path in settings.snapshot:
+        config_path = snapshot_directory(path) / CONFIG_NAME
+        if config_path.exists():
+            return _configured(ModelConfig.from_raw(load_config(config_path), config_path), settings).layers
+    return parse_layers(settings.layers)  # there is no configuration; opening will say so
+
+
+def _checked(
+    source: Container | Snapshot, config_path: Path, settings: ModelSettings, warnings: list[str]
+) -> FoundModel:
+    config = _configured(ModelConfig.from_raw(source.config, config_path), settings)
+    if config.unknown_keys:
+        warnings.append(
+            f"{config_path} has keys that this engine does not know and does not follow: "
+            f"{', '.join(config.unknown_keys)}"
+        )
+    return FoundModel(source, config, needed_names(source.tensor_names(), config), warnings)
+
+
+def load_model(
+    found: FoundModel,
+    settings: ModelSettings,
+    *,
+    capacity: int,
+    chunk: int,
+    every_logit: bool,
+    tracer: Tracer,
+    on_read: Callable[[str], None],
+) -> tuple[Model, FileSource]:
+    """Check that the run fits in memory, then read all dense weights.
+
+    `on_read` is told the name of each dense tensor once it is in memory. The FileSource is the caller's to
+    close.
+    """
+    if settings.threads is not None:
+        kernels.set_threads(settings.threads)
+    cache_bytes = plan_memory(found, settings, capacity=capacity, chunk=chunk, every_logit=every_logit)
+    experts = FileSource(found.source, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
+    try:
+        options = ModelOptions(exact=settings.exact, keep_share=settings.keep_share)
+        model = Model(found.source, found.config, experts, options, tracer=tracer, on_read=on_read)
+        return model, experts
+    except BaseException:
+        experts.close()
+        raise
+
+
+def plan_memory(
+    found: FoundModel, settings: ModelSettings, *, capacity: int, chunk: int, every_logit: bool
+) -> int:
+    """Bytes for the expert cache, once it is certain that everything fits. UnsupportedError otherwise."""
+    source, config = found.source, found.config
+    layers = [layer for layer in config.layers if layer in config.moe_layers]
+    slot_bytes = max((buffer_bytes(source.expert_layout(layer)) for layer in layers), default=0)
+    need = Need(
+        dense_bytes=sum(dense_bytes(source, name) for name in found.names),
+        load_bytes=sum(sorted(source_bytes(source, name) for name in found.names)[-READ_AHEAD:]),
+        state_bytes=state_bytes(config, capacity),
+        activation_bytes=_activation_bytes(config, min(chunk, capacity), every_logit),
+        working_bytes=slot_bytes * WORKING_SLOTS if layers else 0,
+        cache_bytes=settings.expert_bytes or 0,
+    )
+    limit = memory_limit()
+    check_fits(need, limit)
+    if settings.expert_bytes is not None:
+        return settings.expert_bytes
+    all_bytes = slot_bytes * sum(source.expert_count(layer) for layer in layers)
+    left_bytes = limit.free_bytes - need.total_bytes
+    return int(min(all_bytes, max(0, left_bytes) * AUTO_CACHE_SHARE))
+
+
+def dense_bytes(source: Container | Snapshot, name: str) -> int:
+    """Memory that a dense tensor takes as the engine holds it, without reading it."""
+    if isinstance(source, Container):
+        entry = source.tensor(name)
+        return entry.weights.stored_bytes + (0 if entry.scales is None else entry.scales.stored_bytes)
+    tensor, encoding = source.tensors[name], source.encoding(name)
+    if encoding is Encoding.RAW:
+        return tensor.nbytes
+    rows, columns = tensor.shape
+    if encoding is Encoding.INT8:
+        return rows * (columns + 4)
+    if encoding is Encoding.INT4:
+        return rows * (-(-columns // 2) + 4 * -(-columns // 64))
+    return 4 * rows * columns
+
+
+def source_bytes(source: Container | Snapshot, name: str) -> int:
+    """Bytes of a dense tensor in its source's own dtype: what quantizing it at load starts from."""
+    if isinstance(source, Container):
+        return dense_bytes(source, name)
+    tensor = source.tensors[name]
+    return tensor_bytes(tensor.dtype, tensor.shape)
+
+
+def _activation_bytes(config: ModelConfig, chunk: int, every_logit: bool) -> int:
+    moe, mla, kda = config.moe, config.mla, config.kda
+    widest = max(
+        2 * config.dense_inner,
+        2 * moe.shared_experts * moe.inner,
+        moe.top_k * moe.latent,
+        mla.heads * (mla.latent + mla.rope + mla.value),
+        5 * kda.width,
+    )
+    blocks = -(-config.layer_count // config.residual_block)
+    per_token = CHUNK_COPIES * widest + (blocks + CHUNK_COPIES) * config.hidden
+    rows = chunk if every_logit else 1
+    return 4 * (chunk * per_token + 2 * rows * config.vocab)
+
+
+def _recipe(settings: ModelSettings) -> Recipe:
+    """What the options ask for; what they leave open is 8 bits, as when repacking."""
+    chosen = [settings.bits, settings.mla_bits, settings.head_bits]
+    return Recipe(*(DEFAULT_BITS if bits is None else bits for bits in chosen))
+
+
+def _check_recipe(container: Container, settings: ModelSettings) -> None:
+    """A container was quantized when it was made; asking for other bits now cannot be honoured."""
+    made = container.manifest.quantization
+    for key in ("bits", "mla_bits", "head_bits"):
+        asked = getattr(settings, key)
+        if asked is not None and asked != made[key]:
+            raise SettingsError(
+                f"--{key.replace('_', '-')} {asked} was asked for, and this container was made with {made[key]}",
+                path=container.home,
+                advice="Leave the option (and its environment variable) out, or repack",
+            )
+
+
+def _configured(config: ModelConfig, settings: ModelSettings) -> ModelConfig:
+    if settings.mla_eps is not None:
+        config = config.with_mla_eps(settings.mla_eps)
+    if settings.layers is not None:
+        try:
+            config = config.truncated(settings.layers)
+        except ValueError as error:
+            raise SettingsError(f"--layers: {error}") from None
+    return config

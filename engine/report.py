@@ -1,0 +1,69 @@
+"""What a run cost: the timing line and its numbers. Plain values; nothing here measures by itself."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Report:
+    """Filled in as the run goes. Decode time counts the passes after the prompt's."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_passes: int = 0
+    read_bytes: int = 0  # expert bytes asked from the drives
+    read_wait_s: float = 0.0  # of prefill and decode, spent waiting for experts
+    cache_hits: int = 0
+    cache_misses: int = 0
+    read_retries: int = 0
+    checked_bytes: int = 0  # of what was read, compared with digests
+    unchecked_bytes: int = 0
+    peak_rss_bytes: int = 0
+
+    @property
+    def prefill_per_s(self) -> float:
+        """Prompt tokens per second."""
+        return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_per_s(self) -> float:
+        """Generated tokens per second."""
+        return self.decode_passes / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def read_gb_per_s(self) -> float:
+        """Expert bytes over the time of prefill and decode."""
+        busy_s = self.prefill_s + self.decode_s
+        return self.read_bytes / busy_s / 1e9 if busy_s > 0 else 0.0
+
+    def line(self) -> str:
+        """One line for people."""
+        return (
+            f"load {self.load_s:.2f} s | prefill {self.prompt_tokens} tokens, {self.prefill_per_s:.2f} tok/s | "
+            f"decode {self.generated_tokens} tokens, {self.decode_per_s:.2f} tok/s | "
+            f"read {self.read_bytes / 1e9:.3f} GB, {self.read_gb_per_s:.3f} GB/s | "
+            f"peak RSS {self.peak_rss_bytes / 1e9:.3f} GB"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers, the rates included."""
+        rates = {
+            "prefill_per_s": self.prefill_per_s,
+            "decode_per_s": self.decode_per_s,
+            "read_gb_per_s": self.read_gb_per_s,
+        }
+        return {key: round(value, 6) if isinstance(value, float) else value
+                for key, value in (asdict(self) | rates).items()}  # fmt: skip
+
+
+def peak_rss_bytes() -> int:
+    """Most memory that this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,78 @@
+"""Logits to the next token: greedy, or drawn by temperature and top-p from a seeded generator.
+
+The same logits, settings and seed give the same tokens: the arithmetic is float64 and the generator PCG64; only
+a draw within a rounding error of a boundary could differ between machines. A logit that is not finite is an
+error: it can only come from damaged weights or from a fault, and a token chosen from it would hide that. One
+instance per timeline, one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from k3.container.errors import DamageError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    """`temperature` 0 is greedy. `top_p` in (0, 1] keeps the smallest set of likely tokens with that share."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature {self.temperature} is not zero or above")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p} is not above 0 and at most 1")
+        if self.seed < 0:
+            raise ValueError(f"seed {self.seed} is negative")
+
+
+class Sampler:
+    """Chooses tokens and owns the random stream."""
+
+    def __init__(self, options: SamplerOptions) -> None:
+        self.options = options
+        self._random = np.random.Generator(np.random.PCG64(options.seed))
+
+    def choose(self, logits: npt.NDArray[np.float32]) -> int:
+        """The next token for logits [vocab]. Ties go to the lowest id. DamageError if one is not finite."""
+        check_finite(logits)
+        if self.options.temperature == 0:
+            return int(np.argmax(logits))
+        tokens, shares = kept_shares(logits, self.options.temperature, self.options.top_p)
+        point = self._random.random() * shares[-1]
+        return int(tokens[min(np.searchsorted(shares, point, side="right"), len(tokens) - 1)])
+
+
+def kept_shares(
+    logits: npt.NDArray[np.float32], temperature: float, top_p: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The tokens that may be drawn, likeliest first (ties: lowest id), and their cumulative probabilities.
+
+    The set is the shortest one whose probability reaches `top_p`; it is never empty.
+    """
+    scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
+    tokens = np.argsort(-scaled, kind="stable")
+    weights = np.exp(scaled[tokens])
+    shares = np.cumsum(weights / weights.sum())
+    if top_p < 1:
+        keep = int(np.searchsorted(shares, top_p, side="left")) + 1
+        tokens, shares = tokens[:keep], shares[:keep]
+    return tokens, shares
+
+
+def check_finite(logits: npt.NDArray[np.float32]) -> None:
+    """DamageError naming the first token whose logit is not a finite number."""
+    finite = np.isfinite(logits)
+    if not finite.all():
+        token = int(np.argmin(finite))
+        raise DamageError(
+            f"the logit of token {token} is {logits[token]}",
+            advice="Weights are damaged or the arithmetic failed; check the model with k3-verify",
+        )

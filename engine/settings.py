@@ -1,0 +1,57 @@
+"""The settings of one `k3-run`, as a value: made by cli.py, read by everything below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3.container.errors import ExitCode, K3Error
+from k3.engine.sampler import SamplerOptions
+from k3.store.file import Verify
+
+
+class SettingsError(K3Error):
+    """A setting that does not fit the model or another setting: wrong usage, found after parsing."""
+
+    exit_code = ExitCode.USAGE
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model, in which form, and how much of it stays in memory.
+
+    Exactly one of `container` and `snapshot` is given. `bits` and its siblings None: 8 for a snapshot,
+    whatever it was made with for a container. `expert_bytes` None: what memory is left, at most all experts.
+    """
+
+    container: Path | None = None
+    roots: tuple[Path, ...] = ()
+    snapshot: tuple[Path, ...] = ()
+    bits: int | None = None
+    mla_bits: int | None = None
+    head_bits: int | None = None
+    layers: str | None = None
+    mla_eps: float | None = None
+    exact: bool = False
+    keep_share: float = 1.0
+    expert_bytes: int | None = None
+    direct: bool = True
+    verify: Verify = "always"
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What to do with the model. Exactly one of `ids` and `text` is given."""
+
+    model: ModelSettings
+    ids: tuple[int, ...] | None
+    text: str | None
+    generate: int
+    sampler: SamplerOptions
+    chunk: int
+    max_tokens: int | None
+    ignore_eos: bool
+    logits: Path | None
+    trace: Path | None
+    as_json: bool

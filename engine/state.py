@@ -1,0 +1,76 @@
+"""What one timeline remembers between tokens, sized up front.
+
+A KDA layer keeps one matrix per head and the last inputs of its three convolutions: a fixed size. An MLA
+layer keeps, for every token so far, the normalised latent and the shared "rope" columns, both float32;
+rows for `capacity` tokens are reserved at once, so a timeline never grows and never moves. Owned by one
+session and written by one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from k3.engine.config import ModelConfig
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class KdaState:
+    """`memory` [heads, key, value]; `windows` [3 (q, k, v), taps - 1, width], oldest input first."""
+
+    memory: Array
+    windows: Array
+
+    @classmethod
+    def create(cls, config: ModelConfig) -> KdaState:
+        kda = config.kda
+        return cls(
+            np.zeros((kda.heads, kda.head_dim, kda.head_dim), np.float32),
+            np.zeros((3, kda.conv_taps - 1, kda.width), np.float32),
+        )
+
+    @staticmethod
+    def nbytes(config: ModelConfig) -> int:
+        kda = config.kda
+        return 4 * (kda.width * kda.head_dim + 3 * (kda.conv_taps - 1) * kda.width)
+
+
+@dataclass(slots=True)
+class MlaState:
+    """`latent` [capacity, latent], `rope` [capacity, rope]; rows before the timeline's position are filled."""
+
+    latent: Array
+    rope: Array
+
+    @classmethod
+    def create(cls, config: ModelConfig, capacity: int) -> MlaState:
+        mla = config.mla
+        return cls(np.zeros((capacity, mla.latent), np.float32), np.zeros((capacity, mla.rope), np.float32))
+
+    @staticmethod
+    def nbytes(config: ModelConfig, capacity: int) -> int:
+        return 4 * capacity * (config.mla.latent + config.mla.rope)
+
+
+class State:
+    """The state of all layers that are run. `position` tokens have been taken in so far."""
+
+    def __init__(self, config: ModelConfig, capacity: int) -> None:
+        self.capacity = capacity
+        self.position = 0
+        self.layers: dict[int, KdaState | MlaState] = {
+            layer: KdaState.create(config) if layer in config.kda_layers else MlaState.create(config, capacity)
+            for layer in config.layers
+        }
+
+
+def state_bytes(config: ModelConfig, capacity: int) -> int:
+    """Memory that `State(config, capacity)` takes."""
+    return sum(
+        KdaState.nbytes(config) if layer in config.kda_layers else MlaState.nbytes(config, capacity)
+        for layer in config.layers
+    )

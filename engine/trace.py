@@ -1,0 +1,69 @@
+"""`--trace FILE`: what a run did, as JSON lines, one per layer and pass and one per pass.
+
+A pass is one forward through the layers: a chunk of the prompt, or one generated token.
+
+    {"type": "layer", "pass": 0, "layer": 1, "attention": "kda" | "mla", "mlp": "dense" | "moe",
+     "position": 0, "tokens": 24,          first position and number of tokens of the pass
+     "attention_ms": 1.2, "mlp_ms": 3.4,   wall time of the two halves, mixing and norms included
+     "wait_ms": 0.8,                       part of mlp_ms spent waiting for experts
+     "read_bytes": 842752,                 asked from the drives during mlp (prefetch included)
+     "experts": [[0, 3, 9, 14], ...]}      per token, ascending; null in a dense layer
+    {"type": "pass", "pass": 0, "position": 0, "tokens": 24, "ms": 25.0, "head_ms": 1.0, "read_bytes": ...}
+
+The file is written as the run goes, a pass at a time, so that it is of use after a run that failed. A trace
+never changes what is computed. One thread.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+from k3.engine.writing import write_error
+
+
+class Tracer:
+    """Collects a pass's records. This one drops them; `FileTracer` writes them."""
+
+    enabled = False
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Note one event of the current pass."""
+
+    def end_pass(self) -> None:
+        """The pass is over: its records may be written."""
+
+    def close(self) -> None:
+        """No more records."""
+
+
+class FileTracer(Tracer):
+    """Writes records to a file. DriveError when it cannot be written."""
+
+    enabled = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[str] = []
+        try:
+            self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        except OSError as error:
+            raise write_error("cannot write the trace", error, path) from error
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Keep a record until the end of the pass."""
+        self._lines.append(json.dumps({"type": kind, **fields}) + "\n")
+
+    def end_pass(self) -> None:
+        """Write the records of the pass."""
+        try:
+            self._file.writelines(self._lines)
+            self._file.flush()
+        except OSError as error:
+            raise write_error("cannot write the trace", error, self._path) from error
+        self._lines.clear()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

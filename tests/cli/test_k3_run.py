@@ -1,0 +1,263 @@
+"""Holds up what `k3-run` prints and writes: golden ids and logits, text as it comes, JSON, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from engines import GOLDEN_REL_L2, VECTORS, copied, golden, rel_l2
+
+from k3.container.recipe import Recipe
+from k3.engine import output
+from k3.engine.cli import main
+from k3.engine.run import read_warnings
+from k3.repack.request import RepackRequest
+from k3.repack.run import Watcher, repack
+from k3.store.source import SourceStats
+
+TINY = str(VECTORS / "tiny_s1")
+EXACT = ["--bits", "16", "--mla-bits", "16", "--head-bits", "16", "--exact"]
+COMMAND = [sys.executable, "-c", "from k3.engine.cli import main; main(prog_name='k3-run')"]
+
+
+def k3_run(*arguments: str, **options: Any) -> Result:
+    return CliRunner().invoke(main, list(arguments), **options)
+
+
+def joined(ids: Any) -> str:
+    return ",".join(map(str, ids))
+
+
+def read_logits(path: Path, vocab: int = 512) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.fromfile(path, "<f4").reshape(-1, vocab)
+
+
+@pytest.mark.parametrize("name", ["tiny_s0", "tiny_s1"])
+def test_golden_ids_and_logits(name: str, tmp_path: Path) -> None:
+    truth = golden(name)
+    arguments = ["--snapshot", str(VECTORS / name), *EXACT, "--ids", joined(truth["input_ids"])]
+    result = k3_run(*arguments, "--ngen", "12", "--ignore-eos", "--logits", str(tmp_path / "logits"))
+    assert result.exit_code == 0
+    assert result.stdout == joined(truth["greedy_ids"]) + "\n"
+    logits = read_logits(tmp_path / "logits")
+    assert len(logits) == 24 + 12
+    assert rel_l2(logits[:24], truth["logits"]) <= GOLDEN_REL_L2
+    assert logits[23:35].argmax(axis=-1).tolist() == truth["greedy_ids"].tolist()
+    assert [path.name for path in tmp_path.iterdir()] == ["logits"]
+
+
+def test_golden_logits_of_a_long_prompt(tmp_path: Path) -> None:
+    truth = golden("tiny_s1_long")
+    path = tmp_path / "logits"
+    result = k3_run(
+        "--snapshot", TINY, *EXACT, "--ids", joined(truth["input_ids"]), "--ngen", "0", "--logits", str(path)
+    )
+    assert (result.exit_code, result.stdout) == (0, "\n")
+    assert rel_l2(read_logits(path), truth["logits"]) <= GOLDEN_REL_L2
+
+
+def test_a_continuation_read_as_a_prompt_gives_the_same_logits(tmp_path: Path) -> None:
+    """Also with int8 activations: decoding and prefilling are one computation."""
+    ids = golden("tiny_s1")["input_ids"].tolist()
+    first = k3_run("--snapshot", TINY, "--ids", joined(ids), "--ngen", "6", "--logits", str(tmp_path / "a"))
+    more = [int(token) for token in first.stdout.split(",")]
+    k3_run(
+        "--snapshot", TINY, "--ids", joined([*ids, *more]), "--ngen", "0", "--logits", str(tmp_path / "b"),
+        "--chunk", "7", "--threads", "3", "--expert-gb", "0",
+    )  # fmt: skip
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_every_way_to_give_a_prompt(tmp_path: Path) -> None:
+    text = "Grüße, 世界!"
+    file = tmp_path / "prompt"
+    file.write_text(text)
+    base = ["--snapshot", TINY, "--ngen", "9"]
+    results = [
+        k3_run(*base, text),
+        k3_run(*base, "--prompt", text),
+        k3_run(*base, "--prompt-file", str(file)),
+        k3_run(*base, "--prompt-file", "-", input=text.encode()),
+    ]
+    assert {result.exit_code for result in results} == {0}
+    assert len({result.stdout for result in results}) == 1
+    assert "prefill 16 tokens" in results[0].stderr
+    assert "decode 9 tokens" in results[0].stderr
+    assert "peak RSS" in results[0].stderr
+
+
+def test_text_and_json_tell_the_same() -> None:
+    arguments = ["--snapshot", TINY, "--ngen", "20", "--ignore-eos", "Hello"]
+    plain = k3_run(*arguments)
+    lines = [json.loads(line) for line in k3_run(*arguments, "--json").stdout.splitlines()]
+    tokens = [line for line in lines if line["type"] == "token"]
+    summary = lines[-1]
+    assert summary["type"] == "summary"
+    assert summary["text"] + "\n" == plain.stdout
+    assert summary["ids"] == [token["id"] for token in tokens]
+    assert [token["index"] for token in tokens] == list(range(20))
+    assert summary["text"].startswith("".join(token["text"] for token in tokens))
+    assert (summary["prompt_tokens"], summary["generated_tokens"], summary["stop"]) == (5, 20, "length")
+    assert summary["read_bytes"] > 0
+
+
+@pytest.fixture
+def stopping(tmp_path: Path) -> Path:
+    """A snapshot whose third greedy token after the golden prompt is the stop token."""
+    snapshot = copied("tiny_s1", tmp_path / "snapshot")
+    third = int(golden("tiny_s1")["greedy_ids"][2])
+    (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, third]}))
+    return snapshot
+
+
+def test_it_stops_at_the_stop_token(stopping: Path) -> None:
+    truth = golden("tiny_s1")
+    arguments = ["--snapshot", str(stopping), *EXACT, "--ids", joined(truth["input_ids"]), "--ngen", "12"]
+    assert k3_run(*arguments).stdout == joined(truth["greedy_ids"][:3]) + "\n"
+    summary = json.loads(k3_run(*arguments, "--json").stdout.splitlines()[-1])
+    assert (summary["stop"], summary["generated_tokens"]) == ("eos", 3)
+    assert k3_run(*arguments, "--ignore-eos").stdout == joined(truth["greedy_ids"]) + "\n"
+
+
+def test_a_draw_repeats_with_its_seed() -> None:
+    arguments = ["--snapshot", TINY, "--ids", "1,2,3", "--ngen", "12", "--temperature", "1.5", "--ignore-eos"]
+    free = k3_run(*arguments)
+    seed = free.stderr.split()[free.stderr.split().index("seed") + 1]
+    assert k3_run(*arguments, "--seed", seed).stdout == free.stdout
+    assert k3_run(*arguments, "--seed", str(int(seed) + 1)).stdout != free.stdout
+    assert k3_run(*arguments, "--seed", "5", "--top-p", "0.000001").stdout == k3_run(
+        *arguments[:-3], "--ignore-eos"
+    ).stdout  # a set of one token is greedy  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def containers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The same model in three forms: one root, three roots, in place. Values are arguments of k3-run."""
+    base = tmp_path_factory.mktemp("containers")
+    drives = (base / "d1", base / "d2")
+    source = VECTORS / "tiny_s1"
+    recipe = Recipe(8, 8, 8)
+    one = RepackRequest((source,), base / "one", recipe=recipe, direct=False)
+    cut = RepackRequest((source,), base / "cut", drives=drives, shares=(2, 1), recipe=recipe, direct=False)
+    placed = RepackRequest((source,), base / "placed", recipe=recipe, in_place=True, direct=False)
+    for request in (one, cut, placed):
+        repack(request, Watcher())
+    return {
+        "one": ["--container", str(one.home)],
+        "cut": ["--container", str(cut.home), "--dirs", ",".join(map(str, drives))],
+        "placed": ["--container", str(placed.home)],
+    }
+
+
+@pytest.mark.parametrize("form", ["one", "cut", "placed"])
+def test_containers_give_the_bits_of_the_snapshot(
+    form: str, containers: dict[str, list[str]], tmp_path: Path
+) -> None:
+    rest = ["--ids", joined(golden("tiny_s1")["input_ids"]), "--ngen", "5", "--logits"]
+    from_snapshot = k3_run("--snapshot", TINY, "--bits", "8", *rest, str(tmp_path / "a"))
+    from_container = k3_run(*containers[form], *rest, str(tmp_path / "b"), "--verify-reads", "first")
+    assert from_container.exit_code == 0, from_container.output
+    assert from_container.stdout == from_snapshot.stdout
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_other_bits_than_the_containers_are_refused(containers: dict[str, list[str]]) -> None:
+    arguments = [*containers["one"], "--ids", "1", "--ngen", "1"]
+    assert k3_run(*arguments, "--bits", "8").exit_code == 0
+    assert k3_run(*arguments, "--bits", "4").exit_code == 2
+    result = k3_run(*arguments, env={"K3_HEAD_BITS": "16"})
+    assert result.exit_code == 2
+    assert "--head-bits 16" in result.stderr
+
+
+def test_settings_come_from_the_environment(tmp_path: Path) -> None:
+    trace, logits = tmp_path / "trace", tmp_path / "logits"
+    env = {
+        "K3_BITS": "4", "K3_MLA_BITS": "16", "K3_HEAD_BITS": "32", "K3_EXPERT_GB": "0.001", "K3_TOPP": "0.5",
+        "K3_CHUNK": "2", "K3_LAYERS": "3", "K3_TRACE": str(trace), "K3_LOGITS": str(logits), "K3_DIRECT": "0",
+        "K3_MAXT": "7",
+    }  # fmt: skip
+    result = k3_run("--snapshot", TINY, "--ids", "1,2,3,4,5", "--ngen", "2", env=env)
+    assert result.exit_code == 0, result.output
+    records = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [record["tokens"] for record in records if record["type"] == "pass"] == [2, 2, 1, 1, 1]
+    assert max(record.get("layer", 0) for record in records) == 2
+    assert any(len(experts) < 4 for record in records for experts in record.get("experts") or [])
+    assert read_logits(logits).shape == (7, 512)
+
+
+def test_how_experts_were_read_is_told() -> None:
+    stats = SourceStats(retries=3, direct={Path("/a"): True, Path("/b"): False})
+    cached, retried = read_warnings(stats, direct=True)
+    assert "/b" in cached
+    assert "O_DIRECT" in cached
+    assert "3 reads" in retried
+    assert len(read_warnings(stats, direct=False)) == 1
+    assert read_warnings(SourceStats(direct={Path("/a"): True}), direct=True) == []
+
+
+def test_unknown_keys_are_warned_of(tmp_path: Path) -> None:
+    snapshot = copied("tiny_s1", tmp_path / "snapshot")
+    config = json.loads((snapshot / "config.json").read_text())
+    config["text_config"]["attn_logit_softcapping"] = 30.0
+    (snapshot / "config.json").write_text(json.dumps(config))
+    result = k3_run("--snapshot", str(snapshot), "--ids", "1", "--ngen", "1")
+    assert result.exit_code == 0
+    assert "warning: " in result.stderr
+    assert "attn_logit_softcapping" in result.stderr
+
+
+def test_help_is_quick_and_complete() -> None:
+    began_s = time.monotonic()
+    shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
+    assert time.monotonic() - began_s < 2  # 0.1 s on a quiet machine
+    for word in ("--container", "--snapshot", "--ids", "--expert-gb", "Exit codes", "130"):
+        assert word in shown
+    heavy = "import sys, k3.engine.cli; print({'numpy', 'tiktoken', 'lmdb'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_an_interrupt_ends_the_line_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = output.TextOutput.token
+
+    def token(self: output.TextOutput, token: int, *, is_stop: bool) -> None:
+        original(self, token, is_stop=is_stop)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output.TextOutput, "token", token)
+    result = k3_run("--snapshot", TINY, "--ids", "1,2", "--ngen", "5")
+    assert result.exit_code == 130
+    assert result.stdout.endswith("\n")
+    assert "what was generated so far is all" in result.stderr
+
+
+def test_ctrl_c_for_real() -> None:
+    command = [*COMMAND, "--snapshot", TINY, "--ids", "1,2", "--ngen", "200000", "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, said = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 130
+    assert rest.endswith("\n")
+    assert "interrupted" in said
+    assert "Traceback" not in said
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [*COMMAND, "--snapshot", TINY, "--ids", "1,2"]
+    ended = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (141, "")

@@ -1,0 +1,78 @@
+"""What tests of the engine share: the golden snapshots, loaded models, and the numbers to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from k3.container.recipe import Recipe
+from k3.container.snapshot import Snapshot
+from k3.container.source import ModelSource
+from k3.engine.config import ModelConfig
+from k3.engine.model import Model, ModelOptions
+from k3.engine.session import Session
+from k3.store.file import FileSource
+from k3.store.source import ExpertSource
+
+VECTORS = Path(__file__).parent / "vectors"
+Array = npt.NDArray[Any]
+
+GOLDEN_REL_L2 = 2e-5
+"""How far logits may be from the golden ones; independent implementations agree to 5e-6."""
+
+
+def golden(name: str) -> dict[str, Array]:
+    """The arrays of a golden file."""
+    with np.load(VECTORS / f"{name}.npz") as file:
+        return {key: file[key] for key in file}
+
+
+def rel_l2(found: Array, wanted: Array) -> float:
+    """Relative L2 distance."""
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def snapshot(name: str = "tiny_s1", bits: int = 16) -> Snapshot:
+    """A golden snapshot with its matrices in this many bits."""
+    return Snapshot.open([VECTORS / name], recipe=Recipe(bits, bits, bits))
+
+
+def copied(name: str, target: Path) -> Path:
+    """A private, writable copy of a golden snapshot."""
+    shutil.copytree(VECTORS / name, target, copy_function=shutil.copyfile)
+    target.chmod(0o755)
+    return target
+
+
+@contextlib.contextmanager
+def loaded(
+    source: ModelSource,
+    *,
+    exact: bool = True,
+    keep_share: float = 1.0,
+    cache_bytes: int = 1 << 22,
+    layers: str | None = None,
+    wrap: Callable[[ExpertSource], ExpertSource] = lambda experts: experts,
+) -> Iterator[Model]:
+    """A model over a FileSource, perhaps wrapped, that is closed afterwards."""
+    config = ModelConfig.from_raw(source.config, Path("config.json"))
+    if layers is not None:
+        config = config.truncated(layers)
+    experts = FileSource(source, cache_bytes=cache_bytes, threads=2)
+    try:
+        yield Model(source, config, wrap(experts), ModelOptions(exact, keep_share))
+    finally:
+        experts.close()
+
+
+def all_logits(model: Model, ids: Array, chunk: int) -> Array:
+    """Logits [T, vocab] of a prompt that is taken `chunk` tokens at a time."""
+    rows: list[Array] = []
+    Session(model, len(ids), chunk).prefill(ids.tolist(), rows.append)
+    return np.concatenate(rows)
