@@ -37,6 +37,16 @@ def parse_size(text: str) -> int:
     return int(Fraction(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
+def format_size(nbytes: float) -> str:
+    """Bytes for people, in powers of 1000: "812 B", "5.1 MB", "1.45 TB"."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
 class SizeType(click.ParamType[int]):
     """A click parameter in bytes with the spellings of `parse_size`."""
 

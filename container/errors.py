@@ -19,6 +19,9 @@ traceback. A mistake of the programmer is an assertion or a plain Python excepti
     │   └── DamageError        bytes differ from their digest
     ├── DriveError             the operating system refused a read or a write
     │   └── SpaceError         a drive is full, or would be
+    ├── DaemonError            k3-store is not there, refused, or went away
+    │   ├── WireError          a control message is not what the protocol allows
+    │   └── SocketError        the socket's place cannot be used, or another daemon has it
     ├── ResumeError            the unfinished run has other parameters or another source
     └── UnsupportedError       sound, but this program cannot do it
 """
@@ -43,6 +46,7 @@ class ExitCode(enum.IntEnum):
     SPACE = 7
     RESUME = 8
     UNSUPPORTED = 9
+    DAEMON = 10
     INTERNAL = 70
     INTERRUPTED = 130
 
@@ -58,6 +62,7 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
     ExitCode.SPACE: "not enough space",
     ExitCode.RESUME: "the unfinished run had other parameters or another source",
     ExitCode.UNSUPPORTED: "a newer format, or something this program cannot do",
+    ExitCode.DAEMON: "k3-store is not there, refused, or went away",
     ExitCode.INTERNAL: "a fault of the program itself",
     ExitCode.INTERRUPTED: "interrupted",
 }
@@ -195,6 +200,20 @@ class SpaceError(DriveError):
     """A drive is full, or would be."""
 
     exit_code = ExitCode.SPACE
+
+
+class DaemonError(K3Error):
+    """The k3-store daemon is not there, refused, or went away."""
+
+    exit_code = ExitCode.DAEMON
+
+
+class WireError(DaemonError):
+    """A control message is not what the protocol allows."""
+
+
+class SocketError(DaemonError):
+    """The socket's place cannot be used, or another daemon has it."""
 
 
 class ResumeError(K3Error):

@@ -25,6 +25,7 @@ DENSE_NAME = "dense.safetensors"
 EXPERTS_DIRECTORY = "experts"
 PARTIAL_SUFFIX = ".partial"
 SCALES_SUFFIX = ".qs"
+PAD_PREFIX = "__pad__."
 RESERVED_NAMES = frozenset({MANIFEST_NAME, CATALOG_NAME, JOURNAL_NAME, ROOT_NAME, DENSE_NAME, EXPERTS_DIRECTORY})
 
 DIGEST_BYTES = 16
@@ -92,7 +93,7 @@ class FileLayout:
             stored = page_ceil(payload)
             entries.extend(group)
             if stored > payload:
-                entries.append((f"__pad__.{pads}", "U8", (stored - payload,)))
+                entries.append((f"{PAD_PREFIX}{pads}", "U8", (stored - payload,)))
                 pads += 1
             spans.append((position, payload, stored))
             position += stored

@@ -104,9 +104,12 @@ class Manifest:
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         document["source"] = {"shards": document["source"]}
         document["digest"] = checksum.ZERO_DIGEST_HEX
-        blank = _text(document)
-        document["digest"] = checksum.digest(blank).hex()
-        return _text(document)
+        return _sealed(_text(document))
+
+
+_TYPES: dict[type, dict[str, Any]] = {
+    kind: get_type_hints(kind) for kind in (SourceShard, Root, DataFile, SmallFile, Geometry)
+}
 
 
 def content_identity(
@@ -145,12 +148,9 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
             path=path,
             advice="Use a newer release",
         )
-    stored = document.get("digest")
+    document["digest"] = checksum.ZERO_DIGEST_HEX
     try:
-        document["digest"] = checksum.ZERO_DIGEST_HEX
-        expected = checksum.digest(_text(document)).hex()
-        document["digest"] = expected
-        sound = stored == expected and data == _text(document)
+        sound = data == _sealed(_text(document))
     except (ValueError, RecursionError):  # text that is not UTF-8, or nested beyond sense
         sound = False
     if not sound:
@@ -169,6 +169,13 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
 
 def _text(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _sealed(blank: bytes) -> bytes:
+    """The text with its own digest, which is its last value, in place of the zeros."""
+    zeros = checksum.ZERO_DIGEST_HEX.encode()
+    head, _, tail = blank.rpartition(zeros)
+    return head + checksum.digest(blank).hex().encode() + tail
 
 
 def _from_document(document: Mapping[str, Any]) -> Manifest:
@@ -197,7 +204,7 @@ def _records(kind: type[_T], items: list[dict[str, Any]]) -> tuple[_T, ...]:
 def _record(kind: type[_T], item: dict[str, Any]) -> _T:
     """One value from its JSON object: every key there, none besides, each of its type."""
     record = kind(**item)
-    for name, wanted in get_type_hints(kind).items():
+    for name, wanted in _TYPES[kind].items():
         if name != "layers":  # checked where it is made: nested types cannot be compared like this
             _typed(name, item[name], wanted)
     return record

@@ -23,7 +23,7 @@ from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, Cat
 from k3.container.direct import ReadFile, aligned_buffer, drive_error, span_bytes
 from k3.container.errors import ContainerError, DamageError, IncompleteError, NotAContainerError, VersionError
 from k3.container.keys import Encoding, ExpertLayout, Extent
-from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
+from k3.container.layout import JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
 from k3.container.source import EncodedTensor
 
@@ -65,7 +65,7 @@ class Container:
         located = locate_roots(home, manifest, roots)
         check_sizes(manifest, located)
         check_catalog(home, manifest)
-        return cls(home, manifest, located, CatalogReader(home / CATALOG_NAME))
+        return cls(home, manifest, located, CatalogReader(home / manifest.catalog.path))
 
     def close(self) -> None:
         """Close the catalog."""
@@ -151,7 +151,9 @@ class Container:
         return self.manifest.files[number]
 
     def extent(self, item: CatalogExtent) -> Extent:
-        """A catalogued extent with its file resolved."""
+        """A catalogued extent with its file resolved. ContainerError when there is no such file."""
+        if item.file >= len(self._paths):
+            raise ContainerError(f"catalog points into file {item.file}, which does not exist", path=self.home)
         return Extent(self._paths[item.file], item.offset, item.payload_bytes, item.stored_bytes, item.digest)
 
     @cached_property
@@ -165,7 +167,7 @@ class Container:
             raise ContainerError("layer has no routed experts here", path=self.home, layer=layer) from None
 
     def _read(self, item: CatalogExtent, name: str) -> npt.NDArray[np.uint8]:
-        path = self._paths[item.file]
+        path = self.extent(item).path
         buffer = aligned_buffer(span_bytes(item.offset, item.stored_bytes))
         with ReadFile(path) as file:
             stored: npt.NDArray[np.uint8] = file.read(item.offset, item.stored_bytes, buffer)
@@ -193,15 +195,23 @@ def read_manifest(home: Path) -> Manifest:
 
 
 def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[LocatedRoot, ...]:
-    """Find every root: at its recorded path, or among `places` by the UUID in its root.json.
+    """Find every root: drive roots by the UUID in their root.json, among `places` and where roots were recorded.
 
     IncompleteError names every root that is nowhere.
     """
+    base = home.resolve()  # recorded paths are relative to the directory itself, not to a link to it
+    hints = [Path(os.path.normpath(base / root.path)) for root in manifest.roots]
+    drives = {uuid: place for place in (*hints, *places) if (uuid := _root_identity(place, manifest)) is not None}
     found = []
     missing = []
-    offered = {uuid: place for place in places if (uuid := _root_identity(place)) is not None}
     for number, root in enumerate(manifest.roots):
-        directory = _locate(home, manifest, number, root, offered, places)
+        directory: Path | None = home
+        if root.kind == "drive":
+            directory = drives.get(root.uuid)
+        elif root.kind == "source":
+            wanted = [file.path for file in manifest.files if file.root == number]
+            candidates = (*places, hints[number])
+            directory = next((p for p in candidates if all((p / name).exists() for name in wanted)), None)
         if directory is None:
             missing.append(f"root {number} ({root.kind} {root.uuid}, last at {root.path})")
         else:
@@ -215,37 +225,34 @@ def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tupl
     return tuple(found)
 
 
-def _locate(
-    home: Path, manifest: Manifest, number: int, root: Root, offered: Mapping[str, Path], places: Sequence[Path]
-) -> Path | None:
-    if root.kind == "home":
-        return home
-    hint = Path(os.path.normpath(home / root.path))
-    if root.kind == "drive":
-        if root.uuid in offered:
-            return offered[root.uuid]
-        return hint if _root_identity(hint) == root.uuid else None
-    wanted = [file.path for file in manifest.files if file.root == number]
-    for place in (*places, hint):
-        if all((place / name).exists() for name in wanted):
-            return place
-    return None
+def _root_identity(directory: Path, manifest: Manifest) -> str | None:
+    """The root UUID in a directory's root.json, None when it is no drive root of this container.
 
-
-def _root_identity(directory: Path) -> str | None:
-    """The root UUID in a directory's root.json; None when there is none. DamageError when it is unreadable."""
+    DamageError when the file cannot be understood, or is this container's but not what it must be.
+    """
     path = directory / ROOT_NAME
     if not path.exists():
         return None
     try:
         document = json.loads(_read_small(path))
-        if document["format"] != ROOT_FORMAT:
-            return None
-        version, uuid = document["version"], document["root"]
-    except (ValueError, KeyError, TypeError) as error:
+        container, uuid, version = document.get("container"), document.get("root"), document.get("version")
+    except (ValueError, AttributeError, RecursionError) as error:
         raise DamageError(f"root file cannot be understood: {error}", path=path) from error
-    if version > VERSION:
+    numbers = {root.uuid: number for number, root in enumerate(manifest.roots) if root.kind == "drive"}
+    number = numbers.get(uuid) if isinstance(uuid, str) else None
+    if number is None and container != manifest.container:
+        return None
+    if isinstance(version, int) and version > VERSION:
         raise VersionError(f"root has format version {version}, this program reads up to {VERSION}", path=path)
+    fields = {"format": ROOT_FORMAT, "container": manifest.container, "root": uuid, "number": number}
+    if (
+        number is None
+        or not isinstance(version, int)
+        or any(document.get(key) != value for key, value in fields.items())
+    ):
+        raise DamageError(
+            "root file contradicts the manifest", path=path, advice="Restore this file from a copy, or repack"
+        )
     return str(uuid)
 
 

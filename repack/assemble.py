@@ -59,7 +59,7 @@ class Assembler:
         self._in_place: dict[ExpertKey, _InPlaceExpert] = {}
 
     def close(self) -> None:
-        """Remove the scratch file."""
+        """Give the scratch file up."""
         self._scratch.close()
 
     def unfinished(self) -> list[ExpertKey]:
@@ -85,7 +85,8 @@ class Assembler:
                 data = block[start:stop]
                 last = route.offset + route.nbytes <= end
                 if isinstance(route.to, ExpertRoute):
-                    self._expert_bytes(shard.path, route, route.to, begun, data, last)
+                    if route.nbytes:  # a part without elements adds nothing
+                        self._expert_bytes(shard.path, route, route.to, begun, data, last)
                 elif route.to is not None:
                     if dense is None:
                         dense = DenseSink(route.to, shard.path, self._destination, self._outputs)

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from k3.container.console import Progress, SizeType, emit_json, exit_code_help, run
+from k3.container.console import Progress, SizeType, emit_json, exit_code_help, format_size, run
 from k3.container.errors import ExitCode
 from k3.container.recipe import MATRIX_ENCODINGS, Recipe
 from k3.repack.compare import Comparison
@@ -210,8 +210,9 @@ def _print_result(request: RepackRequest, result: RepackResult, seconds: float, 
         click.echo(f"{request.home} is complete already: container {manifest.container}. Nothing was written.")
         return
     click.echo(
-        f"repacked {result.read_bytes / 1e9:.3f} GB in {seconds:.1f} s ({fields['gb_per_s']:.2f} GB/s), wrote "
-        f"{result.written_bytes / 1e9:.3f} GB, peak memory {fields['peak_rss_bytes'] / 1e6:.0f} MB"
+        f"repacked {format_size(result.read_bytes)} in {seconds:.1f} s "
+        f"({format_size(result.read_bytes / seconds)}/s), wrote {format_size(result.written_bytes)}, "
+        f"peak memory {format_size(fields['peak_rss_bytes'])}"
     )
     click.echo(f"container {manifest.container} in {request.home}")
     for what, names in (("skipped (vision)", manifest.skipped), ("passed through unknown", manifest.unknown)):
@@ -249,7 +250,8 @@ def _print_verdict(comparison: Comparison, seconds: float, as_json: bool) -> int
         verdict = "EQUAL" if comparison.equal else f"NOT EQUAL, {comparison.difference_count} differences"
         click.echo(
             f"verified: {verdict}: {comparison.compared_bytes:,} bytes of {comparison.experts:,} experts and "
-            f"{comparison.tensors:,} tensors compared with the source, {rate:.2f} GB/s read, {way}"
+            f"{comparison.tensors:,} tensors compared with the source, "
+            f"{format_size(read_bytes / seconds)}/s read, {way}"
         )
     return ExitCode.OK if comparison.equal else ExitCode.DAMAGED
 

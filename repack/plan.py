@@ -10,9 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from k3.container.keys import Encoding, ExpertKey, ExpertLayout, Extent, layer_of, parse_expert_name, tensor_bytes
+from k3.container.errors import ExpertError, SourceError
+from k3.container.keys import (
+    Encoding,
+    ExpertKey,
+    ExpertLayout,
+    Extent,
+    is_vision,
+    layer_of,
+    parse_expert_name,
+    tensor_bytes,
+)
 from k3.container.layout import (
     DENSE_NAME,
+    PAD_PREFIX,
     SCALES_SUFFIX,
     FileLayout,
     Piece,
@@ -126,15 +137,13 @@ class Plan:
         self._by_name: dict[str, PlannedTensor] = {}
         self._source_files: dict[str, int] = {}
         self._place_dense()
+        for layer in snapshot.expert_layers():
+            if not snapshot.expert_layout(layer).payload_bytes:
+                raise ExpertError("the layer's experts have no bytes", path=snapshot.config_path, layer=layer)
         if in_place:
             self._point_at_source()
         else:
             self._place_experts()
-        self._by_shard: list[list[SourceTensor]] = [[] for _ in snapshot.shards]
-        for tensor in snapshot.tensors.values():
-            self._by_shard[tensor.shard].append(tensor)
-        for tensors in self._by_shard:
-            tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
 
     # -- construction
 
@@ -147,6 +156,7 @@ class Plan:
             is_mla = layer_of(name) in full_attention
             encodings.append(self.recipe.encoding(name, source.dtype, source.shape, is_mla))
         self._dense_names = tuple(zip(names, encodings, strict=True))
+        self._check_names()
         layout = self._dense_layout()
         self.files.append(PlannedFile(0, DENSE_NAME, "dense", layout.size_bytes, len(layout.header)))
         spans = iter(layout.extents)
@@ -157,6 +167,21 @@ class Plan:
             planned.append(PlannedTensor(position, self.snapshot.tensors[name], encoding, weights, scales))
         self.tensors = tuple(planned)
         self._by_name = {tensor.source.name: tensor for tensor in planned}
+
+    def _check_names(self) -> None:
+        """The source has no tensor of a name that the blob needs for scales or padding."""
+        taken: set[str] = set()
+        for name, encoding in self._dense_names:
+            source = self.snapshot.tensors[name]
+            for stored, _, _ in stored_tensors(source, encoding):
+                if stored in taken or stored.startswith(PAD_PREFIX):
+                    raise SourceError(
+                        f"the container needs the tensor name {stored} for itself",
+                        path=self.snapshot.shards[source.shard].path,
+                        tensor=name,
+                        advice="This is no published snapshot: rename the tensor, or leave it out",
+                    )
+                taken.add(stored)
 
     def _dense_layout(self) -> FileLayout:
         return FileLayout(
@@ -227,13 +252,11 @@ class Plan:
 
     def routes(self, shard: int) -> list[Route]:
         """What becomes of a shard's bytes, in file order. Tensors left out have no destination."""
-        routes = []
-        for tensor in self._by_shard[shard]:
-            routes.append(Route(tensor.offset, tensor.nbytes, self._target(tensor)))
-        return routes
+        tensors = self.snapshot.shard_tensors(shard)
+        return [Route(tensor.offset, tensor.nbytes, self._target(tensor)) for tensor in tensors]
 
     def _target(self, tensor: SourceTensor) -> ExpertRoute | PlannedTensor | None:
-        name = parse_expert_name(tensor.name)
+        name = None if is_vision(tensor.name) else parse_expert_name(tensor.name)
         if name is not None and name.key.layer in self.layers:
             return ExpertRoute(name.key, self.layers[name.key.layer].layout.part(name.part).offset)
         return self._by_name.get(tensor.name)

@@ -16,7 +16,8 @@ import numpy as np
 
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogTensor, write_catalog
-from k3.container.direct import WriteFile, aligned_buffer, drive_error, sync_directory
+from k3.container.direct import ReadFile, WriteFile, aligned_buffer, drive_error, sync_directory
+from k3.container.errors import DriveError, SourceError
 from k3.container.keys import PAGE_BYTES, layer_of
 from k3.container.layout import (
     CATALOG_NAME,
@@ -30,6 +31,7 @@ from k3.container.layout import (
     pack_piece,
 )
 from k3.container.manifest import DataFile, Geometry, Manifest, Root, SmallFile, SourceShard, content_identity
+from k3.container.regular_file import regular_size
 from k3.container.snapshot import Snapshot
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan, Span
@@ -40,16 +42,18 @@ _RECORD_BYTES_MAX = 4096
 
 
 def finish_data_files(plan: Plan, directories: Mapping[int, Path], *, direct: bool) -> None:
-    """Write each data file's header, make it durable and give it its name. Files that have it are left alone."""
+    """Write each data file's header, make it durable and give it its name. Files that are so already stay."""
     touched = set()
     for number, file in enumerate(plan.files):
         if file.kind == "source":
             continue
         final = directories[file.root] / file.path
         partial = final.with_name(final.name + PARTIAL_SUFFIX)
-        if final.exists() and not partial.exists():
-            continue
         header = plan.header(number)
+        if final.exists() and not partial.exists():
+            if _is_finished(final, file.size_bytes, header):
+                continue
+            _rename(final, partial)
         buffer = aligned_buffer(len(header))
         buffer[: len(header)] = np.frombuffer(header, np.uint8)
         with WriteFile(partial, file.size_bytes, direct=direct) as opened:
@@ -61,16 +65,31 @@ def finish_data_files(plan: Plan, directories: Mapping[int, Path], *, direct: bo
         sync_directory(directory)
 
 
+def _is_finished(path: Path, size_bytes: int, header: bytes) -> bool:
+    """Whether a file that has its name has its size and its header, too: its extents were checked before."""
+    try:
+        with ReadFile(path) as file:
+            stored = file.read(0, len(header), aligned_buffer(len(header)))
+            return file.size_bytes == size_bytes and stored.tobytes() == header
+    except DriveError:
+        return False
+
+
 def small_files(snapshot: Snapshot) -> list[tuple[str, Path]]:
-    """The snapshot's small files that a container takes along: configuration, tokenizer, code, licence."""
+    """The snapshot's small files that a container takes along: configuration, tokenizer, code, licence.
+
+    SourceError for a link that leads nowhere and for a name that no manifest can hold.
+    """
     found: dict[str, Path] = {}
     for directory in snapshot.directories:
         for path in sorted(directory.iterdir()):
             name = path.name
             weights = name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf", PARTIAL_SUFFIX))
-            if weights or name.startswith(".") or name in RESERVED_NAMES or not path.is_file():
+            if weights or name.startswith(".") or name in RESERVED_NAMES or path.is_dir():
                 continue
-            if path.stat().st_size <= SMALL_FILE_BYTES_MAX:
+            if not name.isprintable():
+                raise SourceError(f"file name {name!a} is not printable text", path=directory, advice="Rename it")
+            if regular_size(path, SourceError) <= SMALL_FILE_BYTES_MAX:
                 found.setdefault(name, path)
     return sorted(found.items())
 
@@ -191,17 +210,22 @@ def _extent(span: Span, digest: bytes) -> CatalogExtent:
 
 
 def _model(snapshot: Snapshot, texts: list[SmallFile]) -> dict[str, str | None]:
-    config = snapshot.config
-    architectures = config.get("architectures") or [None]
+    architectures = snapshot.config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     directory = snapshot.directories[0]
     revision = directory.name if directory.parent.name == "snapshots" else None
     digests = {small.path: small.digest for small in texts}
     return {
-        "model_type": config.get("model_type"),
-        "architecture": architectures[0],
+        "model_type": _name(snapshot.config.get("model_type")),
+        "architecture": _name(architecture),
         "revision": revision,
         "config_digest": digests.get("config.json"),
     }
+
+
+def _name(value: object) -> str | None:
+    """A name from config.json, None for what cannot be one."""
+    return value if isinstance(value, str) and value.isprintable() else None
 
 
 def _ranges(plan: Plan) -> tuple[tuple[int, int], ...]:

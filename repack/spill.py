@@ -7,7 +7,6 @@ Each part is digested while it comes from the source, and checked when it is rea
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,10 @@ class _Spilled:
 
 
 class Scratch:
-    """The scratch file, made on first use and removed by `close`. Used from the streaming thread only."""
+    """The scratch file, made on first use and without a name from then on, so that a killed run leaves none.
+
+    Used from the streaming thread only.
+    """
 
     def __init__(self, path: Path, slot_bytes: int) -> None:
         self._path = path
@@ -47,7 +49,8 @@ class Scratch:
         """Give an expert a slot."""
         if self._fd < 0:
             try:
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                self._path.unlink()
             except OSError as error:
                 raise drive_error("cannot make the scratch file", error, self._path) from error
         slot = self._free.pop() if self._free else self._slots
@@ -98,12 +101,10 @@ class Scratch:
         self._free.append(spilled.slot)
 
     def close(self) -> None:
-        """Remove the scratch file."""
+        """Give the scratch file's space back."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
 
 
 def scratch_bytes(plan: Plan, resident: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from k3.container import checksum
@@ -171,7 +171,8 @@ class WriteDestination:
         if len(done) > 64:
             for future in done:
                 future.result()
-            self._waiting = [future for future in self._waiting if future not in set(done)]
+            finished = set(done)
+            self._waiting = [future for future in self._waiting if future not in finished]
         if self._since_commit_bytes >= COMMIT_BYTES:
             self._begin_commit()
 
@@ -188,9 +189,8 @@ class WriteDestination:
         self._since_commit_bytes = 0
 
         def work() -> None:
-            wait(waiting)
             for future in waiting:
-                future.result()
+                future.result()  # raises for a write that `close` has called off, too
             for file in files:
                 file.sync()
             self._journal.commit(experts, tensors, shards)
