@@ -36,6 +36,15 @@ STALLS_MAX = 8
 
 _Self = TypeVar("_Self", bound="_File")
 
+_ADVICE = {
+    errno.EACCES: "Check the permissions and the mount options of this place",
+    errno.EPERM: "Check the permissions and the mount options of this place",
+    errno.EROFS: "Check the permissions and the mount options of this place",
+    errno.EIO: "The drive reports a fault; look at its health (dmesg, smartctl) before trying again",
+    errno.EMFILE: "Too many open files: raise the limit (ulimit -n)",
+    errno.ENFILE: "Too many open files on this machine",
+}
+
 _REFUSES_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -68,11 +77,7 @@ def drive_error(problem: str, error: OSError, path: Path, offset: int | None = N
             offset=offset,
             advice="Free space on this drive and run the same command again; it continues where it stopped",
         )
-    advice = None
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        advice = "Check the permissions and the mount options of this place"
-    elif error.errno == errno.EIO:
-        advice = "The drive reports a fault; look at its health (dmesg, smartctl) before trying again"
+    advice = _ADVICE.get(error.errno or 0)
     return DriveError(f"{problem}: {reason}", path=path, offset=offset, advice=advice)
 
 

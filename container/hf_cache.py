@@ -16,9 +16,9 @@ import os
 import re
 from pathlib import Path
 
+from k3.container.direct import drive_error
 from k3.container.errors import SourceError
 from k3.container.modelconfig import CONFIG_NAME
-from k3.container.regular_file import drive_error
 from k3.container.wording import shown_name
 
 _SHA256 = re.compile(r"^[0-9a-f]{64}$")
@@ -81,7 +81,7 @@ def list_directory(path: Path) -> list[tuple[str, bool]]:
     except NotADirectoryError as error:
         raise SourceError("is a file where a directory is expected", path=path, advice=advice) from error
     except OSError as error:
-        raise drive_error(path, error) from error
+        raise drive_error("cannot read", error, path) from error
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

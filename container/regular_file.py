@@ -15,7 +15,8 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
-from k3.container.errors import DriveError, K3Error, ShardError
+from k3.container.direct import drive_error
+from k3.container.errors import K3Error, ShardError
 
 READ_CHUNK_BYTES = 1 << 30
 """One system call never asks for more: some kernels return at most 2,147,479,552 bytes, others refuse."""
@@ -57,7 +58,7 @@ class RegularFile:
             try:
                 got = os.preadv(self._descriptor, [into[done : done + READ_CHUNK_BYTES]], offset + done)
             except OSError as error:
-                raise drive_error(self.path, error, offset + done) from error
+                raise drive_error("cannot read", error, self.path, offset + done) from error
             if got == 0:
                 raise ShardError(
                     f"the file ends {len(into) - done} bytes too early",
@@ -105,26 +106,13 @@ def read_small_file(path: Path, max_bytes: int, error: type[K3Error]) -> bytes:
         return file.read(0, file.size_bytes)
 
 
-def drive_error(path: Path, error: OSError, offset: int | None = None) -> DriveError:
-    """The operating system's refusal as our error, with the file and, where known, the offset."""
-    reason = os.strerror(error.errno) if error.errno is not None else str(error)
-    advice = {
-        errno.EACCES: "Give this user the right to read it",
-        errno.EPERM: "Give this user the right to read it",
-        errno.EIO: "The drive could not deliver these bytes: look at dmesg and the drive's SMART data",
-        errno.EMFILE: "Too many open files: raise the limit (ulimit -n)",
-        errno.ENFILE: "Too many open files on this machine",
-    }.get(error.errno or 0, "See the operating system's log")
-    return DriveError(f"cannot be read: {reason}", path=path, offset=offset, advice=advice)
-
-
 def _open_failure(path: Path, error: OSError, missing: type[K3Error]) -> K3Error:
     if error.errno == errno.ELOOP:
         return missing("is a link that leads back to itself", path=path, advice="Fetch the file again")
     if error.errno == errno.ENXIO:
         return missing("is a socket or device where a file is expected", path=path, advice="Put the file there")
     if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-        return drive_error(path, error)
+        return drive_error("cannot read", error, path)
     if path.is_symlink():
         target = path.readlink()
         return missing(

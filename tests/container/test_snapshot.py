@@ -283,7 +283,7 @@ def test_each_shard_is_opened_once_and_nothing_stays_open(sound: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("code", "phrase"), [(errno.EACCES, "the right to read"), (errno.EIO, "SMART"), (errno.EMFILE, "ulimit -n")]
+    ("code", "phrase"), [(errno.EACCES, "permissions"), (errno.EIO, "smartctl"), (errno.EMFILE, "ulimit -n")]
 )
 def test_what_the_system_refuses_names_the_file(
     sound: Path, code: int, phrase: str, monkeypatch: pytest.MonkeyPatch
