@@ -57,8 +57,10 @@ def dequantize_mxfp4(packed: Bytes, scale: Bytes) -> Floats:
         raise ReservedScaleError("", int(reserved[0][0]), int(reserved[0][1]))
     factors = np.ldexp(np.float32(1), scale.astype(np.int32) - 127).astype(np.float32)
     with np.errstate(over="ignore"):
-        values = unpack_mxfp4(packed).astype(np.float32) / np.float32(2)
-        return values * np.repeat(factors, 32, axis=1)
+        nibbles = _nibbles(packed)
+        values = np.copysign(_E2M1[nibbles & 7], np.where(nibbles & 8, np.float32(-1), np.float32(1)))
+        weights: Floats = values * np.repeat(factors, 32, axis=1)
+    return weights
 
 
 def unpack_int4(q: Bytes, columns: int) -> npt.NDArray[np.int8]:
@@ -67,7 +69,7 @@ def unpack_int4(q: Bytes, columns: int) -> npt.NDArray[np.int8]:
 
 
 def unpack_mxfp4(packed: Bytes) -> npt.NDArray[np.int8]:
-    """Doubled E2M1 values (integers from -12 to 12) as int8 [R, K]."""
+    """Doubled E2M1 values (integers from -12 to 12, no sign of zero) as int8 [R, K]."""
     nibbles = _nibbles(packed)
     doubled = (_E2M1[nibbles & 7] * 2).astype(np.int8)
     signed: npt.NDArray[np.int8] = np.where(nibbles & 8, -doubled, doubled)

@@ -1,5 +1,5 @@
-// Array types and checks that the bindings share. Bindings only check dtype (by type), shape and contiguity and drop
-// the interpreter's lock; they hold no arithmetic.
+// Array types and checks that the bindings share. Bindings only check dtype (by type), shape and contiguity
+// and drop the interpreter's lock; they hold no arithmetic.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,6 +19,9 @@ template <class T>
 using In = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+
+// An input whose dtype is looked at later.
+using AnyIn = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 // Runs `work` without the interpreter's lock.
 template <class Work>
@@ -40,11 +43,13 @@ void require(const Array& array, const char* name, std::initializer_list<int64_t
     }
     if (fits) return;
     for (size_t i = 0; i < array.ndim(); ++i) have += (i ? ", " : "") + std::to_string(array.shape(i));
-    throw nb::value_error((std::string(name) + " must have shape [" + wanted + "], not [" + have + "]").c_str());
+    throw nb::value_error(
+        (std::string(name) + " must have shape [" + wanted + "], not [" + have + "]").c_str());
 }
 
-// A weight matrix from its arrays, checked against the encoding's rules. `data` keeps its arrays alive by itself.
-Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, const nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>& data,
+// A weight matrix from its arrays, checked against the encoding's rules. `data` keeps its arrays alive by
+// itself.
+Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, const AnyIn& data,
                  const nb::object& scales);
 
 void bind_matrices(nb::module_& m);

@@ -7,11 +7,10 @@ namespace k3 {
 
 namespace {
 
-using AnyIn = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-
 template <class T>
 const T* typed(const AnyIn& array, const char* name) {
-    if (array.dtype() != nb::dtype<T>()) throw nb::type_error((std::string(name) + " has the wrong dtype").c_str());
+    if (array.dtype() != nb::dtype<T>())
+        throw nb::type_error((std::string(name) + " has the wrong dtype").c_str());
     return static_cast<const T*>(array.data());
 }
 
@@ -48,10 +47,13 @@ nb::object bind_quantize_int4(const AnyIn& w, const Out<uint8_t>& q, const Out<f
     }));
 }
 
-// out = w as float32 [rows, columns]. MXFP4: -1, or the index of the first scale byte that is 255 (then nothing is done).
-int64_t bind_decode(const std::string& encoding, const AnyIn& data, const nb::object& scales, const Out<float>& out) {
+// out = w as float32 [rows, columns]. MXFP4: -1, or the index of the first scale byte that is 255 (then
+// nothing is done).
+int64_t bind_decode(const std::string& encoding, const AnyIn& data, const nb::object& scales,
+                    const Out<float>& out) {
     require(out, "out", {-1, -1});
-    const Matrix w = matrix_of(encoding, static_cast<int64_t>(out.shape(0)), static_cast<int64_t>(out.shape(1)), data, scales);
+    const Matrix w = matrix_of(encoding, static_cast<int64_t>(out.shape(0)),
+                               static_cast<int64_t>(out.shape(1)), data, scales);
     return unlocked([&] {
         const int64_t reserved =
             w.encoding == Encoding::MXFP4 ? find_reserved(w.exponents, w.rows * (w.columns / kMxGroup)) : -1;
@@ -61,13 +63,14 @@ int64_t bind_decode(const std::string& encoding, const AnyIn& data, const nb::ob
 }
 
 // y = x w^T. None, or the place of a value of x that is not finite (only when not exact).
-nb::object bind_matmul(const In<float>& x, const std::string& encoding, const AnyIn& data, const nb::object& scales,
-                       const Out<float>& y, bool exact) {
+nb::object bind_matmul(const In<float>& x, const std::string& encoding, const AnyIn& data,
+                       const nb::object& scales, const Out<float>& y, bool exact) {
     require(x, "x", {-1, -1});
     const int64_t rows = static_cast<int64_t>(x.shape(0)), columns = static_cast<int64_t>(x.shape(1));
     require(y, "y", {rows, -1});
     const Matrix w = matrix_of(encoding, static_cast<int64_t>(y.shape(1)), columns, data, scales);
-    if (w.encoding == Encoding::MXFP4) throw nb::value_error("MXFP4 matrices are multiplied by expert_forward");
+    if (w.encoding == Encoding::MXFP4)
+        throw nb::value_error("MXFP4 matrices are multiplied by expert_forward");
     const bool integers = !exact && (w.encoding == Encoding::INT8 || w.encoding == Encoding::INT4);
     return place_of(unlocked([&] {
         if (!integers) {
@@ -89,7 +92,8 @@ int64_t bind_first_difference(const In<uint8_t>& a, const In<uint8_t>& b) {
 
 }  // namespace
 
-Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, const AnyIn& data, const nb::object& scales) {
+Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, const AnyIn& data,
+                 const nb::object& scales) {
     const auto floats = [&](std::initializer_list<int64_t> shape) {
         const auto array = nb::cast<In<float>>(scales);
         require(array, "scales", shape);
@@ -109,7 +113,12 @@ Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, con
     }
     if (encoding == "int4") {
         require(data, "data", {rows, ceil_div(columns, 2)});
-        return {Encoding::INT4, rows, columns, typed<uint8_t>(data, "data"), floats({rows, ceil_div(columns, kInt4Group)}), nullptr};
+        return {Encoding::INT4,
+                rows,
+                columns,
+                typed<uint8_t>(data, "data"),
+                floats({rows, ceil_div(columns, kInt4Group)}),
+                nullptr};
     }
     if (encoding == "mxfp4") {
         if (columns % kMxGroup != 0) throw nb::value_error("MXFP4 columns must be a multiple of 32");
@@ -122,11 +131,14 @@ Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, con
 }
 
 void bind_matrices(nb::module_& m) {
-    m.def("quantize_int8", &bind_quantize_int8, nb::arg("w").noconvert(), nb::arg("q").noconvert(), nb::arg("scales").noconvert());
-    m.def("quantize_int4", &bind_quantize_int4, nb::arg("w").noconvert(), nb::arg("q").noconvert(), nb::arg("scales").noconvert());
-    m.def("decode", &bind_decode, nb::arg("encoding"), nb::arg("data").noconvert(), nb::arg("scales").none(), nb::arg("out").noconvert());
-    m.def("matmul", &bind_matmul, nb::arg("x").noconvert(), nb::arg("encoding"), nb::arg("data").noconvert(), nb::arg("scales").none(),
-          nb::arg("y").noconvert(), nb::arg("exact"));
+    m.def("quantize_int8", &bind_quantize_int8, nb::arg("w").noconvert(), nb::arg("q").noconvert(),
+          nb::arg("scales").noconvert());
+    m.def("quantize_int4", &bind_quantize_int4, nb::arg("w").noconvert(), nb::arg("q").noconvert(),
+          nb::arg("scales").noconvert());
+    m.def("decode", &bind_decode, nb::arg("encoding"), nb::arg("data").noconvert(), nb::arg("scales").none(),
+          nb::arg("out").noconvert());
+    m.def("matmul", &bind_matmul, nb::arg("x").noconvert(), nb::arg("encoding"), nb::arg("data").noconvert(),
+          nb::arg("scales").none(), nb::arg("y").noconvert(), nb::arg("exact"));
     m.def("first_difference", &bind_first_difference, nb::arg("a").noconvert(), nb::arg("b").noconvert());
 }
 

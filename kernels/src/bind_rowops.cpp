@@ -40,15 +40,19 @@ void bind_softmax(const In<float>& x, const Out<float>& y) {
 void bind_elementwise(const std::string& name, const In<float>& x, const Out<float>& y) {
     require(x, "x", {-1});
     require(y, "y", {extent(x, 0)});
-    static const std::array<std::pair<const char*, Function>, 4> functions = {{
-        {"exp", Function::EXP}, {"tanh", Function::TANH}, {"sigmoid", Function::SIGMOID}, {"silu", Function::SILU}}};
+    static const std::array<std::pair<const char*, Function>, 4> functions = {{{"exp", Function::EXP},
+                                                                               {"tanh", Function::TANH},
+                                                                               {"sigmoid", Function::SIGMOID},
+                                                                               {"silu", Function::SILU}}};
     for (const auto& known : functions) {
-        if (name == known.first) return unlocked([&] { elementwise(known.second, x.data(), extent(x, 0), y.data()); });
+        if (name == known.first)
+            return unlocked([&] { elementwise(known.second, x.data(), extent(x, 0), y.data()); });
     }
     throw nb::value_error(("no function " + name).c_str());
 }
 
-void bind_situ(const In<float>& gate, const In<float>& up, float beta, float linear_beta, const Out<float>& y) {
+void bind_situ(const In<float>& gate, const In<float>& up, float beta, float linear_beta,
+               const Out<float>& y) {
     require(gate, "gate", {-1});
     require(up, "up", {extent(gate, 0)});
     require(y, "y", {extent(gate, 0)});
@@ -62,11 +66,13 @@ void bind_kda_gate(const In<float>& f, const In<float>& a_log, const In<float>& 
     require(dt_bias, "dt_bias", {extent(f, 1), extent(f, 2)});
     require(g, "g", {extent(f, 0), extent(f, 1), extent(f, 2)});
     unlocked([&] {
-        kda_gate(f.data(), extent(f, 0), extent(f, 1), extent(f, 2), a_log.data(), dt_bias.data(), lower_bound, g.data());
+        kda_gate(f.data(), extent(f, 0), extent(f, 1), extent(f, 2), a_log.data(), dt_bias.data(),
+                 lower_bound, g.data());
     });
 }
 
-void bind_residual_mix(const std::vector<In<float>>& entries, const In<float>& weight, float eps, const Out<float>& y) {
+void bind_residual_mix(const std::vector<In<float>>& entries, const In<float>& weight, float eps,
+                       const Out<float>& y) {
     if (entries.empty() || entries.size() > kMixMax) throw nb::value_error("a mix needs 1 to 64 entries");
     require(y, "y", {-1, -1});
     const int64_t rows = static_cast<int64_t>(y.shape(0)), columns = static_cast<int64_t>(y.shape(1));
@@ -77,7 +83,8 @@ void bind_residual_mix(const std::vector<In<float>>& entries, const In<float>& w
     }
     require(weight, "weight", {columns});
     unlocked([&] {
-        residual_mix(pointers.data(), static_cast<int>(pointers.size()), rows, columns, weight.data(), eps, y.data());
+        residual_mix(pointers.data(), static_cast<int>(pointers.size()), rows, columns, weight.data(), eps,
+                     y.data());
     });
 }
 
@@ -89,50 +96,61 @@ Matrix part_of(const In<uint8_t>& payload, const Part& part, const char* name) {
     const int64_t size = static_cast<int64_t>(payload.shape(0));
     // Bounds without products that could overflow: rows * columns / 2 <= size.
     const bool sound = rows > 0 && columns > 0 && columns % kMxGroup == 0 && columns / 2 <= size / rows &&
-                       packed >= 0 && packed <= size - rows * (columns / 2) &&
-                       scale >= 0 && scale <= size - rows * (columns / kMxGroup);
+                       packed >= 0 && packed <= size - rows * (columns / 2) && scale >= 0 &&
+                       scale <= size - rows * (columns / kMxGroup);
     if (!sound) throw nb::value_error((std::string(name) + " does not lie inside the payload").c_str());
     return {Encoding::MXFP4, rows, columns, payload.data() + packed, nullptr, payload.data() + scale};
 }
 
 // None; ("w1" | "w2" | "w3", row, group) of a reserved scale byte; ("input" | "hidden", row, column, value).
 nb::object bind_expert_forward(const In<float>& z, const In<uint8_t>& payload, const Part& w1, const Part& w2,
-                               const Part& w3, float beta, float linear_beta, bool exact, const Out<float>& y) {
+                               const Part& w3, float beta, float linear_beta, bool exact,
+                               const Out<float>& y) {
     require(payload, "payload", {-1});
-    const Expert expert = {part_of(payload, w1, "w1"), part_of(payload, w2, "w2"), part_of(payload, w3, "w3"), beta, linear_beta};
-    if (expert.w3.rows != expert.w1.rows || expert.w3.columns != expert.w1.columns || expert.w2.columns != expert.w1.rows) {
+    const Expert expert = {part_of(payload, w1, "w1"), part_of(payload, w2, "w2"), part_of(payload, w3, "w3"),
+                           beta, linear_beta};
+    if (expert.w3.rows != expert.w1.rows || expert.w3.columns != expert.w1.columns ||
+        expert.w2.columns != expert.w1.rows) {
         throw nb::value_error("w1, w2 and w3 do not fit together");
     }
     require(z, "z", {-1, expert.w1.columns});
     const int64_t rows = extent(z, 0);
     require(y, "y", {rows, expert.w2.rows});
-    const std::array<std::pair<const char*, const Matrix*>, 3> parts = {{{"w1", &expert.w1}, {"w2", &expert.w2}, {"w3", &expert.w3}}};
+    const std::array<std::pair<const char*, const Matrix*>, 3> parts = {
+        {{"w1", &expert.w1}, {"w2", &expert.w2}, {"w3", &expert.w3}}};
     for (const auto& part : parts) {
         const int64_t groups = part.second->columns / kMxGroup;
-        const int64_t at = unlocked([&] { return find_reserved(part.second->exponents, part.second->rows * groups); });
+        const int64_t at =
+            unlocked([&] { return find_reserved(part.second->exponents, part.second->rows * groups); });
         if (at >= 0) return nb::make_tuple(part.first, at / groups, at % groups);
     }
-    const ExpertRefusal refusal = unlocked([&] { return expert_forward(z.data(), rows, expert, exact, y.data()); });
+    const ExpertRefusal refusal =
+        unlocked([&] { return expert_forward(z.data(), rows, expert, exact, y.data()); });
     if (!refusal.place.found) return nb::none();
     const NonFinite& place = refusal.place;
-    return nb::make_tuple(refusal.stage == Stage::INPUT ? "input" : "hidden", place.row, place.column, place.value);
+    return nb::make_tuple(refusal.stage == Stage::INPUT ? "input" : "hidden", place.row, place.column,
+                          place.value);
 }
 
 }  // namespace
 
 void bind_rowops(nb::module_& m) {
-    m.def("rms_norm", &bind_rms_norm, nb::arg("x").noconvert(), nb::arg("w").noconvert(), nb::arg("eps"), nb::arg("y").noconvert());
-    m.def("l2_normalize", &bind_l2_normalize, nb::arg("x").noconvert(), nb::arg("eps"), nb::arg("y").noconvert());
+    m.def("rms_norm", &bind_rms_norm, nb::arg("x").noconvert(), nb::arg("w").noconvert(), nb::arg("eps"),
+          nb::arg("y").noconvert());
+    m.def("l2_normalize", &bind_l2_normalize, nb::arg("x").noconvert(), nb::arg("eps"),
+          nb::arg("y").noconvert());
     m.def("softmax", &bind_softmax, nb::arg("x").noconvert(), nb::arg("y").noconvert());
-    m.def("elementwise", &bind_elementwise, nb::arg("name"), nb::arg("x").noconvert(), nb::arg("y").noconvert());
-    m.def("situ", &bind_situ, nb::arg("gate").noconvert(), nb::arg("up").noconvert(), nb::arg("beta"), nb::arg("linear_beta"),
+    m.def("elementwise", &bind_elementwise, nb::arg("name"), nb::arg("x").noconvert(),
           nb::arg("y").noconvert());
-    m.def("kda_gate", &bind_kda_gate, nb::arg("f").noconvert(), nb::arg("a_log").noconvert(), nb::arg("dt_bias").noconvert(),
-          nb::arg("lower_bound"), nb::arg("g").noconvert());
-    m.def("residual_mix", &bind_residual_mix, nb::arg("entries").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
-          nb::arg("y").noconvert());
-    m.def("expert_forward", &bind_expert_forward, nb::arg("z").noconvert(), nb::arg("payload").noconvert(), nb::arg("w1"),
-          nb::arg("w2"), nb::arg("w3"), nb::arg("beta"), nb::arg("linear_beta"), nb::arg("exact"), nb::arg("y").noconvert());
+    m.def("situ", &bind_situ, nb::arg("gate").noconvert(), nb::arg("up").noconvert(), nb::arg("beta"),
+          nb::arg("linear_beta"), nb::arg("y").noconvert());
+    m.def("kda_gate", &bind_kda_gate, nb::arg("f").noconvert(), nb::arg("a_log").noconvert(),
+          nb::arg("dt_bias").noconvert(), nb::arg("lower_bound"), nb::arg("g").noconvert());
+    m.def("residual_mix", &bind_residual_mix, nb::arg("entries").noconvert(), nb::arg("weight").noconvert(),
+          nb::arg("eps"), nb::arg("y").noconvert());
+    m.def("expert_forward", &bind_expert_forward, nb::arg("z").noconvert(), nb::arg("payload").noconvert(),
+          nb::arg("w1"), nb::arg("w2"), nb::arg("w3"), nb::arg("beta"), nb::arg("linear_beta"),
+          nb::arg("exact"), nb::arg("y").noconvert());
 }
 
 }  // namespace k3

@@ -93,6 +93,8 @@ int quota_cpus(const std::string& cgroup_file, const std::string& root) {
     return limit;
 }
 
-int usable_cpus() { return std::max(1, smaller(affinity_cpus(), quota_cpus("/proc/self/cgroup", "/sys/fs/cgroup"))); }
+int usable_cpus() {
+    return std::max(1, smaller(affinity_cpus(), quota_cpus("/proc/self/cgroup", "/sys/fs/cgroup")));
+}
 
 }  // namespace k3

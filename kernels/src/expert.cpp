@@ -9,10 +9,12 @@ namespace k3 {
 
 namespace {
 
-// One matrix after the other: each is large enough for every thread. Activations are quantized once for w1 and w3.
+// One matrix after the other: each is large enough for every thread. Activations are quantized once for w1
+// and w3.
 class Multiplier {
 public:
-    Multiplier(bool exact, const float* x, int64_t rows, int64_t columns) : exact_(exact), x_(x), rows_(rows) {
+    Multiplier(bool exact, const float* x, int64_t rows, int64_t columns)
+        : exact_(exact), x_(x), rows_(rows) {
         if (!exact) place_ = quantized_.fill(x, rows, columns, kMxGroup);
     }
     const NonFinite& place() const { return place_; }

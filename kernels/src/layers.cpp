@@ -12,8 +12,6 @@ namespace k3 {
 
 namespace {
 
-constexpr int64_t kHeadsTogether = 8;  // heads that read the cache in one sweep; bounds a thread's scores
-
 Matrix row_range(const Matrix& w, int64_t begin, int64_t count) {
     Matrix part = w;
     part.rows = count;
@@ -36,14 +34,20 @@ Matrix row_range(const Matrix& w, int64_t begin, int64_t count) {
     return part;
 }
 
+// Heads that read the cache in one sweep: enough sweeps for every thread, but no more heads than keep a
+// thread's scores small. Heads do not meet in any sum, so this changes no bit.
+int64_t heads_together(int64_t pairs) {
+    return std::min<int64_t>(16, std::max<int64_t>(4, pairs / get_threads()));
+}
+
 // Reused between pieces of one thread; only ever touched by it.
 struct Scratch {
     std::vector<float> scores, rope_scores, tile, block;
 };
 
 // Heads [h0, h1) of one token over the first `count` positions.
-void attend(const float* q_latent, const float* q_rope, int64_t heads, const Matrix& latent, const Matrix& rope,
-            int64_t count, float scale, float* out, Scratch& scratch) {
+void attend(const float* q_latent, const float* q_rope, int64_t heads, const Matrix& latent,
+            const Matrix& rope, int64_t count, float scale, float* out, Scratch& scratch) {
     const Matrix seen = row_range(latent, 0, count), seen_rope = row_range(rope, 0, count);
     const int64_t width = latent.columns;
     scratch.scores.resize(static_cast<size_t>(heads * count));
@@ -62,9 +66,11 @@ void attend(const float* q_latent, const float* q_rope, int64_t heads, const Mat
     for (int64_t begin = 0; begin < count; begin += kAttentionBlock) {
         const int64_t end = std::min(count, begin + kAttentionBlock);
         for (int64_t h = 0; h < heads; ++h) {
-            total[h] = total[h] + k.exp_shifted(scratch.scores.data() + h * count + begin, end - begin, top[h]);
+            total[h] =
+                total[h] + k.exp_shifted(scratch.scores.data() + h * count + begin, end - begin, top[h]);
         }
-        k.weighted_sum(scratch.scores.data() + begin, heads, count, latent, begin, end, scratch.block.data(), width);
+        k.weighted_sum(scratch.scores.data() + begin, heads, count, latent, begin, end, scratch.block.data(),
+                       width);
         for (int64_t i = 0; i < heads * width; ++i) out[i] = out[i] + scratch.block[i];
     }
     for (int64_t h = 0; h < heads; ++h) {
@@ -85,35 +91,36 @@ void short_conv(const ShortConv& c) {
     parallel_for(c.channels, 1024, [&](int64_t begin, int64_t end) { kernels().short_conv(c, begin, end); });
 }
 
-void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens, int64_t heads, const Matrix& latent,
-                      const Matrix& rope, float scale, float* out) {
-    const int64_t sweeps = ceil_div(heads, kHeadsTogether);
+void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens, int64_t heads,
+                      const Matrix& latent, const Matrix& rope, float scale, float* out) {
+    const int64_t together = heads_together(tokens * heads), sweeps = ceil_div(heads, together);
     parallel_for(tokens * sweeps, 1, [&](int64_t begin, int64_t end) {
         Scratch scratch;
         for (int64_t i = begin; i < end; ++i) {
-            const int64_t token = i / sweeps, first = i % sweeps * kHeadsTogether;
-            const int64_t row = token * heads + first, count = std::min(kHeadsTogether, heads - first);
+            const int64_t token = i / sweeps, first = i % sweeps * together;
+            const int64_t row = token * heads + first, count = std::min(together, heads - first);
             attend(q_latent + row * latent.columns, q_rope + row * rope.columns, count, latent, rope,
                    latent.rows - tokens + 1 + token, scale, out + row * latent.columns, scratch);
         }
     });
 }
 
-void absorb_query(const float* q, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim, const Matrix& w,
-                  float* out) {
+void absorb_query(const float* q, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim,
+                  const Matrix& w, float* out) {
     parallel_for(heads, 1, [&](int64_t begin, int64_t end) {
         for (int64_t h = begin; h < end; ++h) {
             const int64_t row = h * (key_dim + value_dim);
-            kernels().weighted_sum(q + h * key_dim, tokens, heads * key_dim, w, row, row + key_dim, out + h * w.columns,
-                                   heads * w.columns);
+            kernels().weighted_sum(q + h * key_dim, tokens, heads * key_dim, w, row, row + key_dim,
+                                   out + h * w.columns, heads * w.columns);
         }
     });
 }
 
-void expand_value(const float* x, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim, const Matrix& w,
-                  float* out) {
+void expand_value(const float* x, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim,
+                  const Matrix& w, float* out) {
     parallel_for(heads, 1, [&](int64_t begin, int64_t end) {
-        std::vector<float> own(static_cast<size_t>(tokens * w.columns)), y(static_cast<size_t>(tokens * value_dim));
+        std::vector<float> own(static_cast<size_t>(tokens * w.columns)),
+            y(static_cast<size_t>(tokens * value_dim));
         std::vector<float> tile(static_cast<size_t>(kRowBlock * w.columns));
         for (int64_t h = begin; h < end; ++h) {
             for (int64_t t = 0; t < tokens; ++t) {

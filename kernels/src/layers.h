@@ -1,5 +1,5 @@
-// The parts of the attention layers that carry a state or read a cache. Definitions: docs/numerics.md; bit-identical to
-// the NumPy reference; a token's result does not depend on how many tokens a call is given.
+// The parts of the attention layers that carry a state or read a cache. Definitions: docs/numerics.md;
+// bit-identical to the NumPy reference; a token's result does not depend on how many tokens a call is given.
 // Callable from any thread, not for one state from two threads; heads (channels) are split over the pool.
 #pragma once
 
@@ -15,21 +15,22 @@ void kda_step(DeltaRule d, const float* g);
 
 void short_conv(const ShortConv& c);
 
-constexpr int64_t kAttentionBlock = 256;  // cache rows whose weighted sum is formed before it is added to the total
+constexpr int64_t kAttentionBlock =
+    256;  // cache rows whose weighted sum is formed before it is added to the total
 
 // Causal attention of the last `tokens` positions of a latent cache.
 //   q_latent [tokens, heads, latent.columns], q_rope [tokens, heads, rope.columns]
 //   latent, rope: F32 or BF16, one row per position, both with the same number of rows, at least `tokens`
 //   out [tokens, heads, latent.columns]: sum over the positions up to the own one of softmax(score) * latent
-void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens, int64_t heads, const Matrix& latent,
-                      const Matrix& rope, float scale, float* out);
+void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens, int64_t heads,
+                      const Matrix& latent, const Matrix& rope, float scale, float* out);
 
 // kv_b rows: per head key_dim key rows, then value_dim value rows; `w.rows` = heads * (key_dim + value_dim).
 // out [tokens, heads, w.columns] = sum over i of q[.., i] * key row i
-void absorb_query(const float* q, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim, const Matrix& w,
-                  float* out);
+void absorb_query(const float* q, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim,
+                  const Matrix& w, float* out);
 // out [tokens, heads, value_dim] = value rows times x [tokens, heads, w.columns]
-void expand_value(const float* x, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim, const Matrix& w,
-                  float* out);
+void expand_value(const float* x, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim,
+                  const Matrix& w, float* out);
 
 }  // namespace k3

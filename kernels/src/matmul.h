@@ -1,5 +1,6 @@
-// Weights times activations, S rows at once. Definitions: docs/numerics.md; bit-identical to the NumPy reference.
-// A result row depends on its row of x and on W alone. Callable from any thread; rows of W are split over the pool.
+// Weights times activations, S rows at once. Definitions: docs/numerics.md; bit-identical to the NumPy
+// reference. A result row depends on its row of x and on W alone. Callable from any thread; rows of W are
+// split over the pool.
 #pragma once
 
 #include <cstdint>

@@ -7,11 +7,11 @@ namespace k3 {
 
 enum class Encoding : int { BF16, F32, INT8, INT4, MXFP4 };
 
-constexpr int64_t kInt4Group = 64;      // columns that share a scale in INT4
-constexpr int64_t kMxGroup = 32;        // columns that share a scale byte in MXFP4
+constexpr int64_t kInt4Group = 64;        // columns that share a scale in INT4
+constexpr int64_t kMxGroup = 32;          // columns that share a scale byte in MXFP4
 constexpr int64_t kActivationGroup = 64;  // columns that share an activation scale (INT8 and INT4 weights)
-constexpr int64_t kRowTile = 4;         // weight rows that are multiplied together
-constexpr int64_t kRowBlock = 16;       // weight rows that are decoded together for several rows of activations
+constexpr int64_t kRowTile = 4;           // weight rows that are multiplied together
+constexpr int64_t kRowBlock = 16;  // weight rows that are decoded together for several rows of activations
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -19,8 +19,9 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 //   BF16   data uint16 [rows, columns]
 //   F32    data float [rows, columns]
 //   INT8   data int8 [rows, columns], scales float [rows]
-//   INT4   data uint8 [rows, ceil(columns / 2)], biased by 8, low nibble first; scales float [rows, ceil(columns / 64)]
-//   MXFP4  data uint8 [rows, columns / 2], low nibble first; exponents uint8 [rows, columns / 32]
+//   INT4   data uint8 [rows, ceil(columns / 2)], biased by 8, low nibble first; scales float [rows,
+//   ceil(columns / 64)] MXFP4  data uint8 [rows, columns / 2], low nibble first; exponents uint8 [rows,
+//   columns / 32]
 struct Matrix {
     Encoding encoding;
     int64_t rows;

@@ -42,16 +42,21 @@ NonFinite find_nonfinite(const Rows& w, int64_t rows) {
 }
 
 bool quantize_int8(const Rows& w, int64_t rows, uint8_t* q, float* scales) {
-    return split(w, rows, [&](int64_t begin, int64_t end) { return kernels().quantize_int8(w, begin, end, q, scales); });
+    return split(w, rows, [&](int64_t begin, int64_t end) {
+        return kernels().quantize_int8(w, begin, end, q, scales);
+    });
 }
 
 bool quantize_int4(const Rows& w, int64_t rows, uint8_t* q, float* scales) {
-    return split(w, rows, [&](int64_t begin, int64_t end) { return kernels().quantize_int4(w, begin, end, q, scales); });
+    return split(w, rows, [&](int64_t begin, int64_t end) {
+        return kernels().quantize_int4(w, begin, end, q, scales);
+    });
 }
 
 void decode(const Matrix& w, float* out) {
-    parallel_for(w.rows, grain_of(w.columns),
-                 [&](int64_t begin, int64_t end) { kernels().decode(w, begin, end, out + begin * w.columns); });
+    parallel_for(w.rows, grain_of(w.columns), [&](int64_t begin, int64_t end) {
+        kernels().decode(w, begin, end, out + begin * w.columns);
+    });
 }
 
 int64_t find_reserved(const uint8_t* exponents, int64_t count) {

@@ -1,5 +1,5 @@
-// Weights to int8 and int4, and back; bytes compared. Definitions: docs/numerics.md; all bit-identical to the NumPy
-// reference. Callable from any thread; rows are split over the pool.
+// Weights to int8 and int4, and back; bytes compared. Definitions: docs/numerics.md; all bit-identical to the
+// NumPy reference. Callable from any thread; rows are split over the pool.
 #pragma once
 
 #include <cstdint>

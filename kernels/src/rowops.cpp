@@ -11,7 +11,9 @@ namespace {
 
 constexpr int64_t kGrainFloats = 16384;
 
-int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, kGrainFloats / std::max<int64_t>(1, columns)); }
+int64_t grain_of(int64_t columns) {
+    return std::max<int64_t>(1, kGrainFloats / std::max<int64_t>(1, columns));
+}
 
 }  // namespace
 
@@ -42,8 +44,8 @@ void situ(const float* gate, const float* up, int64_t count, float beta, float l
     });
 }
 
-void kda_gate(const float* f, int64_t tokens, int64_t heads, int64_t dim, const float* a_log, const float* dt_bias,
-              float lower_bound, float* g) {
+void kda_gate(const float* f, int64_t tokens, int64_t heads, int64_t dim, const float* a_log,
+              const float* dt_bias, float lower_bound, float* g) {
     parallel_for(tokens * heads, grain_of(dim), [&](int64_t begin, int64_t end) {
         kernels().kda_gate(f, begin, end, heads, dim, a_log, dt_bias, lower_bound, g);
     });

@@ -12,7 +12,8 @@ enum class Function : int { EXP, TANH, SIGMOID, SILU };
 
 // Per token and head: S = decay * S (rows); e = beta * (v - S^T k); S = S + k e^T; out = S^T q.
 //   state float [heads, key_dim, value_dim], in and out
-//   q, k, decay float [tokens, heads, key_dim]; v, out float [tokens, heads, value_dim]; beta float [tokens, heads]
+//   q, k, decay float [tokens, heads, key_dim]; v, out float [tokens, heads, value_dim]; beta float [tokens,
+//   heads]
 struct DeltaRule {
     float* state;
     const float *q, *k, *v, *decay, *beta;

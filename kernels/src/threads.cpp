@@ -23,7 +23,9 @@ namespace {
 class PlainFloat {
 public:
 #if defined(__SSE2__)
-    PlainFloat() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // all exceptions masked, nearest, no flushing
+    PlainFloat() : saved_(_mm_getcsr()) {
+        _mm_setcsr(0x1f80);
+    }  // all exceptions masked, nearest, no flushing
     ~PlainFloat() { _mm_setcsr(saved_); }
 
 private:
@@ -123,7 +125,8 @@ private:
 std::atomic<Pool*> current{nullptr};
 std::atomic<int> inherited{0};
 
-// In a forked child none of the pool's threads exist and its locks may be held for ever: leave it, take a new one.
+// In a forked child none of the pool's threads exist and its locks may be held for ever: leave it, take a new
+// one.
 void leave_pool() {
     Pool* old = current.exchange(nullptr);
     if (old != nullptr) inherited.store(old->threads());

@@ -5,9 +5,9 @@
 
 namespace k3 {
 
-#define K3_DECLARE(name)         \
-    namespace name {             \
-    extern const Kernels table;  \
+#define K3_DECLARE(name)        \
+    namespace name {            \
+    extern const Kernels table; \
     }
 K3_DECLARE(baseline)
 #ifdef K3_HAVE_avx2

@@ -38,15 +38,17 @@ struct Kernels {
     bool (*quantize_row)(const float* x, int64_t columns, int64_t group, int8_t* q, float* scales);
     void (*matmul_int8)(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y);
 
-    // Rows and single numbers. rms_norm: w * (x / sqrt(mean(x^2) + eps)); l2_normalize: x / sqrt(sum(x^2) + eps).
-    void (*rms_norm)(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps, float* y);
+    // Rows and single numbers. rms_norm: w * (x / sqrt(mean(x^2) + eps)); l2_normalize: x / sqrt(sum(x^2) +
+    // eps).
+    void (*rms_norm)(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps,
+                     float* y);
     void (*l2_normalize)(const float* x, int64_t begin, int64_t end, int64_t columns, float eps, float* y);
     void (*softmax)(const float* x, int64_t begin, int64_t end, int64_t columns, float* y);
     void (*elementwise)(Function function, const float* x, int64_t count, float* y);
     void (*situ)(const float* gate, const float* up, int64_t count, float beta, float linear_beta, float* y);
     // Rows are (token, head) pairs: g = lower_bound * sigmoid(exp(a_log[head]) * (f + dt_bias)).
-    void (*kda_gate)(const float* f, int64_t begin, int64_t end, int64_t heads, int64_t dim, const float* a_log,
-                     const float* dt_bias, float lower_bound, float* g);
+    void (*kda_gate)(const float* f, int64_t begin, int64_t end, int64_t heads, int64_t dim,
+                     const float* a_log, const float* dt_bias, float lower_bound, float* g);
     // Softmax over `count` (<= kMixMax) entries [rows, columns] of their normed products with `weight`.
     void (*residual_mix)(const float* const* entries, int count, int64_t begin, int64_t end, int64_t columns,
                          const float* weight, float eps, float* y);
@@ -56,8 +58,8 @@ struct Kernels {
     void (*short_conv)(const ShortConv& c, int64_t begin, int64_t end);
 
     // Attention. out[h] = sum over rows t of [begin, end) of p[h, t - begin] * w[t], for `rows` rows of p.
-    void (*weighted_sum)(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
-                         float* out, int64_t out_stride);
+    void (*weighted_sum)(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin,
+                         int64_t end, float* out, int64_t out_stride);
     // scores = (latent + rope) * scale; returns the largest.
     float (*scores_top)(const float* latent, const float* rope, int64_t count, float scale, float* scores);
     // scores = exp(scores - top); returns their sum.
@@ -71,8 +73,8 @@ const Kernels& kernels();
 int variant_count();
 const char* variant_name(int index);
 
-// Use the variant called `name` from now on; false when this build or this CPU has none. Calls that run at the
-// same moment may use either.
+// Use the variant called `name` from now on; false when this build or this CPU has none. Calls that run at
+// the same moment may use either.
 bool set_variant(const char* name);
 
 }  // namespace k3

@@ -7,12 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, settings
 
 from k3 import kernels
-
-settings.register_profile("kernels", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kernels")
 
 Result = tuple[npt.NDArray[np.generic], ...]
 Everyway = Callable[[Callable[[], object]], Result]

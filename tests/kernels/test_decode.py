@@ -7,7 +7,7 @@ import math
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3 import kernels
@@ -23,7 +23,7 @@ def test_every_bfloat16_is_widened_exactly(everyway) -> None:
     assert kernels.widen_bf16(np.zeros((2, 0, 3), np.uint16)).shape == (2, 0, 3)
 
 
-def test_every_nibble_under_every_scale(everyway) -> None:
+def test_every_nibble_under_every_scale(everyway, same_bits) -> None:
     """16 nibbles in both halves of a byte times 255 scale bytes, against exact arithmetic."""
     low = np.arange(16, dtype=np.uint8)
     packed = np.tile(low | (15 - low) << 4, (255, 1))
@@ -32,13 +32,23 @@ def test_every_nibble_under_every_scale(everyway) -> None:
     for s in range(255):
         for b in range(16):
             for column, nibble in ((2 * b, b), (2 * b + 1, 15 - b)):
-                exact = math.ldexp(MAGNITUDES[nibble & 7], s - 127) * (-1 if nibble & 8 else 1)
+                exact = math.ldexp(MAGNITUDES[nibble & 7], s - 127) * (-1.0 if nibble & 8 else 1.0)
                 want = exact if abs(exact) < 2.0**128 else math.copysign(math.inf, exact)
                 assert have[s, column] == want
+                assert np.signbit(have[s, column]) == bool(nibble & 8)
     assert have[0, 3] != 0
-    np.testing.assert_array_equal(have, reference.dequantize_mxfp4(packed, scale))
+    same_bits(have, reference.dequantize_mxfp4(packed, scale))
 
 
+def test_the_example_in_the_document() -> None:
+    packed = np.zeros((1, 16), np.uint8)
+    packed[0, :4] = [0x21, 0xF7, 0x9A, 0x08]
+    have = kernels.dequantize_mxfp4(packed, np.array([[120]], np.uint8))[0] * 128
+    assert have[:8].tolist() == [0.5, 1, 6, -6, -1, -0.5, 0, 0]
+    assert np.signbit(have[6])
+
+
+@settings(deadline=None)
 @given(rows=st.integers(1, 4), groups=st.integers(1, 5), place=st.integers(0))
 def test_scale_byte_255_is_refused_by_its_place(rows, groups, place) -> None:
     packed, scale = np.zeros((rows, groups * 16), np.uint8), np.full((rows, groups), 120, np.uint8)
@@ -50,6 +60,7 @@ def test_scale_byte_255_is_refused_by_its_place(rows, groups, place) -> None:
     assert (caught.value.row, caught.value.group) == (row, group)
 
 
+@settings(deadline=None)
 @given(data=st.data(), rows=st.integers(1, 4), columns=st.integers(1, 150))
 def test_int8_and_int4_equal_the_definition(everyway, same_bits, data, rows, columns) -> None:
     scales = st.floats(2.0**-66, 2.0**66, width=32)
@@ -66,6 +77,7 @@ def test_int8_and_int4_equal_the_definition(everyway, same_bits, data, rows, col
     )
 
 
+@settings(deadline=None)
 @given(w=hnp.arrays(np.float32, (3, 131), elements=st.floats(-1e6, 1e6, width=32)))
 def test_quantized_weights_are_half_a_step_away_at_most(w) -> None:
     q, scales = kernels.quantize_int8(w)
@@ -76,6 +88,7 @@ def test_quantized_weights_are_half_a_step_away_at_most(w) -> None:
     assert (np.abs(kernels.dequantize_int4(q, scales, 131) - w) <= steps * (0.5 * slack + 8e-6)).all()
 
 
+@settings(deadline=None)
 @given(size=st.integers(0, 200_000), places=st.lists(st.integers(0), max_size=3))
 def test_first_difference(size, places) -> None:
     a = np.arange(size, dtype=np.uint32).astype(np.uint8)

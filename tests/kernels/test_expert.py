@@ -39,7 +39,7 @@ class Expert:
         return reference.expert_forward(z, *self.arrays.values(), exact=exact, **settings)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(
     sizes=st.tuples(*[st.integers(1, 4).map(lambda n: 32 * n)] * 2, st.integers(1, 40)),
     rows=st.integers(1, 7),
@@ -76,6 +76,7 @@ def test_int8_activations_stay_close_to_exact() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
+@settings(deadline=None)
 @given(part=st.sampled_from(PARTS), place=st.integers(0))
 def test_a_reserved_scale_byte_is_refused_by_part_row_and_group(exact, part, place) -> None:
     expert = Expert(64, 96, 40, np.random.default_rng(3))
@@ -146,6 +147,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         ExpertMatrix(-1, 0, 1, 32)
 
 
+@settings(deadline=None)
 @given(z=hnp.arrays(np.float32, (2, 64), elements=st.sampled_from([0.0, 1.0, np.inf, np.nan])))
 def test_activations_that_are_not_finite(z) -> None:
     expert = Expert(64, 32, 8, np.random.default_rng(7))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3 import kernels
@@ -50,12 +50,14 @@ def test_error_bound(name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None)
 @given(x=hnp.arrays(np.float32, st.integers(0, 70), elements=st.floats(width=32)))
 def test_equal_to_the_definition_however_it_runs(everyway, same_bits, name, x) -> None:
     (y,) = everyway(lambda: getattr(kernels, name)(x))
     same_bits(y, getattr(reference, name)(x))
 
 
+@settings(deadline=None)
 @given(
     pair=hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(0, 70)), elements=st.floats(width=32)),
     betas=st.tuples(st.floats(0.5, 30, width=32), st.floats(0.5, 30, width=32)),

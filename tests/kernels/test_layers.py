@@ -25,7 +25,7 @@ def kda_inputs(rng: np.random.Generator, tokens: int, heads: int, dk: int, dv: i
     return [q, k, normal(rng, tokens, heads, dv), g, rng.random((tokens, heads), np.float32)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(sizes=st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 40), st.integers(1, 70)), seed=SEEDS)
 def test_kda_step(everyway, same_bits, sizes, seed) -> None:
     tokens, heads, dk, dv = sizes
@@ -63,7 +63,7 @@ def test_kda_step_is_the_delta_rule() -> None:
         np.testing.assert_allclose(state[h], s, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(
     tokens=st.integers(1, 7), channels=st.integers(1, 50), taps=st.integers(1, 6), three=st.booleans(), seed=SEEDS
 )
@@ -91,7 +91,7 @@ def test_short_conv(everyway, same_bits, tokens, channels, taps, three, seed) ->
     np.testing.assert_allclose(out, plain / (1 + np.exp(-plain)), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(
     tokens=st.integers(1, 4),
     before=st.sampled_from([0, 1, 30, 251, 255, 256, 520]),
@@ -135,7 +135,7 @@ def matrix(encoding: str, w: np.ndarray) -> tuple[SimpleNamespace, np.ndarray]:
     return SimpleNamespace(encoding=encoding, shape=w.shape, data=data, scales=scales), dense
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(
     encoding=st.sampled_from(["raw", "f32", "int8", "int4"]),
     sizes=st.tuples(*[st.integers(1, 6)] * 4, st.integers(1, 100)),

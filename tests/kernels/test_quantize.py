@@ -49,7 +49,7 @@ def _with_limits(w: np.ndarray) -> np.ndarray:
     return w
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(w=st.one_of(bf16_matrices(), float_matrices(), tie_matrices()))
 @example(w=np.zeros((2, 1), np.uint16))
 @example(w=np.full((1, 65), BF16_MAX, np.uint16))
@@ -61,6 +61,42 @@ def test_int8_and_int4_equal_the_definition(everyway, same_bits, w) -> None:
         same_bits(have, want)
     q, scales = everyway(lambda: kernels.quantize_int4(w))
     for have, want in zip((q, scales), reference.quantize_int4(w), strict=True):
+        same_bits(have, want)
+
+
+def test_every_bfloat16_under_every_scale(everyway, same_bits) -> None:
+    """All 128 significands as the largest of a row (group), met by everything from it down to a 512th of it."""
+    rest = 63 * 19  # 1197 patterns, in groups of 63 behind the group's largest
+    w = np.empty((128, 19, 64), np.uint16)
+    for row, top in enumerate(range(0x3F80, 0x4000)):
+        w[row, :, 0] = top
+        w[row, :, 1:] = np.arange(top - rest + 1, top + 1).reshape(19, 63)
+    w[:, :, 2::2] |= 0x8000
+    w = w.reshape(128, -1)
+    for quantize, define in (
+        (kernels.quantize_int8, reference.quantize_int8),
+        (kernels.quantize_int4, reference.quantize_int4),
+    ):
+        for have, want in zip(everyway(lambda quantize=quantize: quantize(w)), define(w), strict=True):
+            same_bits(have, want)
+
+
+def test_float32_values_beside_every_tie(everyway, same_bits) -> None:
+    """Where a reciprocal, a wider or a narrower division would round to the other side."""
+    rng = np.random.default_rng(8)
+    top = rng.uniform(1, 2, (100, 1)).astype(np.float32)
+    ties = np.arange(-126.5, 127.0, 1.0)
+    beside = (ties * (top / np.float32(127)).astype(np.float64)).astype(np.float32)
+    w = np.concatenate([top, beside, np.nextafter(beside, np.float32(9)), np.nextafter(beside, np.float32(-9))], 1)
+    for have, want in zip(everyway(lambda: kernels.quantize_int8(w)), reference.quantize_int8(w), strict=True):
+        same_bits(have, want)
+    groups = np.empty((100, 14, 64), np.float32)
+    groups[:, :, 0] = top
+    near = (np.arange(-6.5, 7.0, 1.0) * (top / np.float32(7)).astype(np.float64)).astype(np.float32)
+    steps = np.linspace(-4e-7, 4e-7, 63, dtype=np.float32)
+    groups[:, :, 1:] = near[:, :, None] * (1 + steps)
+    w = groups.reshape(100, -1)
+    for have, want in zip(everyway(lambda: kernels.quantize_int4(w)), reference.quantize_int4(w), strict=True):
         same_bits(have, want)
 
 
@@ -99,6 +135,7 @@ def test_a_row_of_zeros_has_the_smallest_scale() -> None:
     assert scales[0, 0] == np.float32(1e-20)
 
 
+@settings(deadline=None)
 @given(
     shape=SHAPES,
     bad=st.sampled_from([np.inf, -np.inf, np.nan]),

@@ -18,7 +18,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-@settings(max_examples=250)
+@settings(max_examples=250, deadline=None)
 @given(size=SIZES, seed=SEEDS, magnitude=st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e15]))
 def test_rows_equal_their_definition(everyway, same_bits, size, seed, magnitude) -> None:
     rng = np.random.default_rng(seed)
@@ -33,6 +33,7 @@ def test_rows_equal_their_definition(everyway, same_bits, size, seed, magnitude)
     same_bits(kernels.rms_norm(x, w, 1e-5)[-1], kernels.rms_norm(x[-1], w, 1e-5))
 
 
+@settings(deadline=None)
 @given(seed=SEEDS)
 def test_rows_against_float64(seed) -> None:
     rng = np.random.default_rng(seed)
@@ -56,6 +57,7 @@ def test_nan_is_not_lost() -> None:
             assert np.isfinite(y[0]).all()
 
 
+@settings(deadline=None)
 @given(tokens=st.integers(1, 4), heads=st.integers(1, 5), dim=st.integers(1, 40), seed=SEEDS)
 def test_kda_gate(everyway, same_bits, tokens, heads, dim, seed) -> None:
     rng = np.random.default_rng(seed)
@@ -68,7 +70,7 @@ def test_kda_gate(everyway, same_bits, tokens, heads, dim, seed) -> None:
     assert ((g <= 0) & (g >= -5)).all()
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(count=st.integers(1, 9), size=SIZES, seed=SEEDS)
 def test_residual_mix(everyway, same_bits, count, size, seed) -> None:
     rng = np.random.default_rng(seed)

@@ -1,6 +1,8 @@
-// Weighted sums of matrix rows (values of a latent cache, absorbed projections) and the exponentials that weigh them.
+// Weighted sums of matrix rows (values of a latent cache, absorbed projections) and the exponentials that
+// weigh them.
 //
-//     out[h, k] = 0 + p[h, 0] * w[begin, k] + p[h, 1] * w[begin + 1, k] + ...       in that order, rounded each time
+//     out[h, k] = 0 + p[h, 0] * w[begin, k] + p[h, 1] * w[begin + 1, k] + ...       in that order, rounded
+//     each time
 #include "decode.h"
 #include "functions.h"
 #include "mathfn.h"
@@ -10,7 +12,14 @@ namespace K3_VARIANT {
 
 namespace {
 
-// HT rows of p and N registers of columns from k; only the last register may be partial (`left` columns, when N is 1).
+#if defined(__AVX512F__)
+constexpr int kWide = 4;  // registers of columns taken together
+#else
+constexpr int kWide = 2;
+#endif
+
+// HT rows of p and N registers of columns from k; only the last register may be partial (`left` columns, when
+// N is 1).
 template <int HT, int N, class Source>
 K3_INLINE void tile(const float* p, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end, int64_t k,
                     int64_t left, float* out, int64_t out_stride) {
@@ -22,7 +31,8 @@ K3_INLINE void tile(const float* p, int64_t p_stride, const Matrix& w, int64_t b
         source_of(source, w, t);
         F16 row[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) row[n] = N > 1 || left >= kLanes ? source.at(k + n * kLanes) : source.first(k, left);
+        for (int n = 0; n < N; ++n)
+            row[n] = N > 1 || left >= kLanes ? source.at(k + n * kLanes) : source.first(k, left);
 #pragma GCC unroll 4
         for (int h = 0; h < HT; ++h) {
             const F16 share = splat(p[h * p_stride + t - begin]);
@@ -31,15 +41,16 @@ K3_INLINE void tile(const float* p, int64_t p_stride, const Matrix& w, int64_t b
         }
     }
     for (int h = 0; h < HT; ++h)
-        for (int n = 0; n < N; ++n) store_some(out + h * out_stride + k + n * kLanes, total[h][n], left - n * kLanes);
+        for (int n = 0; n < N; ++n)
+            store_some(out + h * out_stride + k + n * kLanes, total[h][n], left - n * kLanes);
 }
 
 template <int HT, class Source>
 void all_columns(const float* p, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end, float* out,
                  int64_t out_stride) {
     int64_t k = 0;
-    for (; k + 2 * kLanes <= w.columns; k += 2 * kLanes) {
-        tile<HT, 2, Source>(p, p_stride, w, begin, end, k, 2 * kLanes, out, out_stride);
+    for (; k + kWide * kLanes <= w.columns; k += kWide * kLanes) {
+        tile<HT, kWide, Source>(p, p_stride, w, begin, end, k, kWide * kLanes, out, out_stride);
     }
     for (; k < w.columns; k += kLanes) {
         tile<HT, 1, Source>(p, p_stride, w, begin, end, k, w.columns - k, out, out_stride);
@@ -47,8 +58,8 @@ void all_columns(const float* p, int64_t p_stride, const Matrix& w, int64_t begi
 }
 
 template <class Source>
-void all(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end, float* out,
-         int64_t out_stride) {
+void all(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
+         float* out, int64_t out_stride) {
     int64_t h = 0;
     for (; h + 4 <= rows; h += 4) {
         all_columns<4, Source>(p + h * p_stride, p_stride, w, begin, end, out + h * out_stride, out_stride);

@@ -1,4 +1,5 @@
-// Sixteen weights of one row as float32, from every encoding: the one place that says what stored weights mean.
+// Sixteen weights of one row as float32, from every encoding: the one place that says what stored weights
+// mean.
 //
 // A source is built for one row; at(k) gives columns k .. k+15 (k a multiple of 16), first(k, n) gives the
 // n < 16 columns from k and zeros after them.
@@ -40,28 +41,64 @@ K3_INLINE F16 from_bf16(const uint16_t* p) {
 }
 #endif
 
-// Sixteen nibbles (8 bytes, low nibble first) through a table of int8, as float32.
+// INT4 stores weight + 8. MXFP4 nibbles are E2M1: bit 3 the sign, {0, .5, 1, 1.5, 2, 3, 4, 6} by the others;
+// doubled they are integers, but for the sign of zero, which only the float32 form keeps.
+alignas(16) static const int8_t kInt4Table[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+alignas(16) static const int8_t kMxDoubledTable[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                       0, -1, -2, -3, -4, -6, -8, -12};
+
 #if defined(__AVX2__)
 K3_INLINE F16 from_int8(const int8_t* p) { return from_int8(_mm_loadu_si128((const __m128i*)p)); }
-K3_INLINE F16 from_nibbles(const uint8_t* p, const int8_t* table) {
+
+// Sixteen nibbles (8 bytes, low nibble first), one per byte.
+K3_INLINE __m128i nibbles16(const uint8_t* p) {
     const __m128i b = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
-    const __m128i n = _mm_and_si128(_mm_or_si128(b, _mm_slli_epi16(b, 4)), _mm_set1_epi8(15));
-    return from_int8(_mm_shuffle_epi8(_mm_load_si128((const __m128i*)table), n));
+    return _mm_and_si128(_mm_or_si128(b, _mm_slli_epi16(b, 4)), _mm_set1_epi8(15));
+}
+K3_INLINE F16 from_int4(const uint8_t* p) {
+    return from_int8(_mm_shuffle_epi8(_mm_load_si128((const __m128i*)kInt4Table), nibbles16(p)));
 }
 #else
-K3_INLINE F16 from_nibbles(const uint8_t* p, const int8_t* table) {
+K3_INLINE F16 from_int4(const uint8_t* p) {
     int8_t value[kLanes];
     for (int i = 0; i < 8; ++i) {
-        value[2 * i] = table[p[i] & 15];
-        value[2 * i + 1] = table[p[i] >> 4];
+        value[2 * i] = kInt4Table[p[i] & 15];
+        value[2 * i + 1] = kInt4Table[p[i] >> 4];
     }
     return from_int8(value);
 }
 #endif
 
-// INT4 stores weight + 8. MXFP4 nibbles are E2M1: bit 3 the sign, {0, .5, 1, 1.5, 2, 3, 4, 6}; doubled they are integers.
-alignas(16) static const int8_t kInt4Table[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-alignas(16) static const int8_t kMxDoubledTable[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+// Doubled E2M1 values as float32, with the sign of zero.
+#if defined(__AVX512F__)
+K3_INLINE F16 from_e2m1(const uint8_t* p) {
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12);
+    return (F16)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(nibbles16(p)), table);
+}
+#elif defined(__AVX2__)
+// The upper two bytes of each float32 by two table look-ups; the lower two are zero.
+K3_INLINE F16 from_e2m1(const uint8_t* p) {
+    const __m128i n = nibbles16(p);
+    const __m128i high = _mm_setr_epi8(0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, -0x80, -0x41, -0x40,
+                                       -0x40, -0x40, -0x40, -0x3f, -0x3f);
+    const __m128i low =
+        _mm_setr_epi8(0, -0x80, 0, 0x40, -0x80, -0x40, 0, 0x40, 0, -0x80, 0, 0x40, -0x80, -0x40, 0, 0x40);
+    const __m128i h = _mm_shuffle_epi8(high, n), l = _mm_shuffle_epi8(low, n);
+    const __m256i a = _mm256_cvtepu16_epi32(_mm_unpacklo_epi8(l, h));
+    const __m256i b = _mm256_cvtepu16_epi32(_mm_unpackhi_epi8(l, h));
+    return {(f32x8)_mm256_slli_epi32(a, 16), (f32x8)_mm256_slli_epi32(b, 16)};
+}
+#else
+K3_INLINE F16 from_e2m1(const uint8_t* p) {
+    static const float table[16] = {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
+    float value[kLanes];
+    for (int i = 0; i < 8; ++i) {
+        value[2 * i] = table[p[i] & 15];
+        value[2 * i + 1] = table[p[i] >> 4];
+    }
+    return load(value);
+}
+#endif
 
 // 2^(s - 128): half of the factor that scale byte s stands for, so that it multiplies doubled E2M1 values.
 // s = 0 and 1 give subnormal numbers. Not for s = 255, which stands for no number and is refused before.
@@ -104,14 +141,14 @@ struct SourceInt4 {
     const uint8_t* row;
     const float* scales;
     K3_INLINE_MEMBER F16 at(int64_t k) const {
-        return from_nibbles(row + k / 2, kInt4Table) * splat(scales[k / kInt4Group]);
+        return from_int4(row + k / 2) * splat(scales[k / kInt4Group]);
     }
     K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const {
         uint8_t part[8];
         memset(part, 0x88, sizeof part);
         memcpy(part, row + k / 2, (n + 1) / 2);
         if (n % 2) part[n / 2] = (uint8_t)((part[n / 2] & 15) | 0x80);
-        return from_nibbles(part, kInt4Table) * splat(scales[k / kInt4Group]);
+        return from_int4(part) * splat(scales[k / kInt4Group]);
     }
 };
 
@@ -119,13 +156,19 @@ struct SourceMx {
     const uint8_t* row;
     const uint8_t* exponents;
     K3_INLINE_MEMBER F16 at(int64_t k) const {
-        return from_nibbles(row + k / 2, kMxDoubledTable) * splat(half_factor(exponents[k / kMxGroup]));
+        return from_e2m1(row + k / 2) * splat(half_factor(exponents[k / kMxGroup]));
     }
-    K3_INLINE_MEMBER F16 first(int64_t, int64_t) const { return splat(0.0f); }  // columns are a multiple of 32
+    K3_INLINE_MEMBER F16 first(int64_t, int64_t) const {
+        return splat(0.0f);
+    }  // columns are a multiple of 32
 };
 
-K3_INLINE void source_of(SourceF32& s, const Matrix& w, int64_t r) { s.row = (const float*)w.data + r * w.columns; }
-K3_INLINE void source_of(SourceBf16& s, const Matrix& w, int64_t r) { s.row = (const uint16_t*)w.data + r * w.columns; }
+K3_INLINE void source_of(SourceF32& s, const Matrix& w, int64_t r) {
+    s.row = (const float*)w.data + r * w.columns;
+}
+K3_INLINE void source_of(SourceBf16& s, const Matrix& w, int64_t r) {
+    s.row = (const uint16_t*)w.data + r * w.columns;
+}
 K3_INLINE void source_of(SourceInt8& s, const Matrix& w, int64_t r) {
     s.row = (const int8_t*)w.data + r * w.columns;
     s.scale = w.scales[r];

@@ -1,4 +1,5 @@
-// The functions that one compilation of this folder provides; table.cpp collects them. Documented in variant.h.
+// The functions that one compilation of this folder provides; table.cpp collects them. Documented in
+// variant.h.
 #pragma once
 
 #include "../variant.h"
@@ -9,10 +10,12 @@ namespace K3_VARIANT {
 bool quantize_int8(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float* scales);
 bool quantize_int4(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float* scales);
 void decode(const Matrix& w, int64_t begin, int64_t end, float* out);
-void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y, float* scratch);
+void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
+            float* scratch);
 bool quantize_row(const float* x, int64_t columns, int64_t group, int8_t* q, float* scales);
 void matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y);
-void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps, float* y);
+void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps,
+              float* y);
 void l2_normalize(const float* x, int64_t begin, int64_t end, int64_t columns, float eps, float* y);
 void softmax(const float* x, int64_t begin, int64_t end, int64_t columns, float* y);
 void elementwise(Function function, const float* x, int64_t count, float* y);

@@ -1,9 +1,9 @@
 // exp, tanh and what is made of them, sixteen lanes at a time.
 //
-// Own polynomials with a fixed order of operations: the C library's functions differ between versions and CPUs in
-// the last bit. Each lane is computed alone. Bounds (tests/kernels/test_functions.py measures them, in units in the
-// last place of the exact result, where that is a normal number): exp 1.5, tanh 2, sigmoid 3, silu 3.
-// NaN gives NaN; exp underflows through the subnormal numbers to 0 and overflows to infinity.
+// Own polynomials with a fixed order of operations: the C library's functions differ between versions and
+// CPUs in the last bit. Each lane is computed alone. Bounds (tests/kernels/test_functions.py measures them,
+// in units in the last place of the exact result, where that is a normal number): exp 1.5, tanh 2, sigmoid 3,
+// silu 3. NaN gives NaN; exp underflows through the subnormal numbers to 0 and overflows to infinity.
 #pragma once
 
 #include "lanes.h"
@@ -29,12 +29,14 @@ K3_INLINE F16 exp16(const F16& x) {
     p = p * r + splat(0.166665196f);
     p = p * r + splat(0.49999994f);
     const F16 y = (p * (r * r) + r) + splat(1.0f);
-    const I16 whole = integer_bits(rounded), half = shift_right(whole, 1);  // in two steps: 2^n may be out of range
+    const I16 whole = integer_bits(rounded),
+              half = shift_right(whole, 1);  // in two steps: 2^n may be out of range
     const F16 scaled = (y * two_to(half)) * two_to(whole - half);
     return choose(unordered(x), x, scaled);
 }
 
-// |x| < 0.625: x + x * (x^2 * polynomial of degree 4 in x^2); beyond: 1 - 2 / (exp(2 |x|) + 1); sign put back.
+// |x| < 0.625: x + x * (x^2 * polynomial of degree 4 in x^2); beyond: 1 - 2 / (exp(2 |x|) + 1); sign put
+// back.
 K3_INLINE F16 tanh16(const F16& x) {
     const F16 a = magnitude(x), z = a * a;
     F16 p = splat(-0.00571704237f);

@@ -51,7 +51,8 @@ K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, 
 template <int RT, class Source>
 void all_x(const Source* w, const float* x, int64_t rows, int64_t columns, float* y, int64_t stride) {
     int64_t s = 0;
-    for (; s + kXTile <= rows; s += kXTile) tile<RT, kXTile>(w, x + s * columns, columns, y + s * stride, stride);
+    for (; s + kXTile <= rows; s += kXTile)
+        tile<RT, kXTile>(w, x + s * columns, columns, y + s * stride, stride);
     for (; s < rows; ++s) tile<RT, 1>(w, x + s * columns, columns, y + s * stride, stride);
 }
 
@@ -89,13 +90,15 @@ const float* decoded(const Matrix& w, int64_t r, int64_t count, float* scratch) 
     return scratch;
 }
 
-// Several rows of x: a block of weight rows is decoded once into scratch, then a few rows of x at a time meet it.
+// Several rows of x: a block of weight rows is decoded once into scratch, then a few rows of x at a time meet
+// it.
 template <class Source>
 void product_decoded(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
                      float* scratch) {
     for (int64_t r = begin; r < end; r += kRowBlock) {
         const int64_t count = end - r < kRowBlock ? end - r : kRowBlock;
-        const Matrix block = {Encoding::F32, w.rows, w.columns, decoded<Source>(w, r, count, scratch), nullptr, nullptr};
+        const Matrix block = {Encoding::F32, w.rows, w.columns, decoded<Source>(w, r, count, scratch),
+                              nullptr,       nullptr};
         for (int64_t s = 0; s < rows; s += kXTile) {
             const int64_t some = rows - s < kXTile ? rows - s : kXTile;
             product_direct<SourceF32>(x + s * w.columns, some, block, 0, count, y + s * w.rows + r);
@@ -104,7 +107,8 @@ void product_decoded(const float* x, int64_t rows, const Matrix& w, int64_t begi
 }
 
 template <class Source>
-void product(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y, float* scratch) {
+void product(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
+             float* scratch) {
     if (rows < kXTile) return product_direct<Source>(x, rows, w, begin, end, y);
     product_decoded<Source>(x, rows, w, begin, end, y, scratch);
 }
@@ -120,7 +124,8 @@ void decode_rows(const Matrix& w, int64_t begin, int64_t end, float* out) {
 
 }  // namespace
 
-void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y, float* scratch) {
+void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
+            float* scratch) {
     switch (w.encoding) {
         case Encoding::BF16: return product<SourceBf16>(x, rows, w, begin, end, y, scratch);
         case Encoding::F32: return product<SourceF32>(x, rows, w, begin, end, y, scratch);

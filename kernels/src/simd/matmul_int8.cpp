@@ -1,12 +1,12 @@
 // Product with int8 activations: integers inside a group, float32 between groups.
 //
 //     d_g = sum over the columns of group g of q_x * q_w                     (int32, exact)
-//     y   = 0; for g in order: y = y + float(d_g) * factor_g                 (each operation rounded to float32)
-//     INT8:  factor_g = a_g; y = y * scale[r] at the end      INT4:  factor_g = a_g * scale[r, g]
+//     y   = 0; for g in order: y = y + float(d_g) * factor_g                 (each operation rounded to
+//     float32) INT8:  factor_g = a_g; y = y * scale[r] at the end      INT4:  factor_g = a_g * scale[r, g]
 //     MXFP4: factor_g = a_g * 2^(s[r, g] - 128), q_w being the doubled E2M1 value
 //
-// float(d_g) is exact: at most 128 * 127 * 64 < 2^24. Integers may be summed in any order, so each instruction set
-// has its own dot product here and the result is still the same.
+// float(d_g) is exact: at most 128 * 127 * 64 < 2^24. Integers may be summed in any order, so each
+// instruction set has its own dot product here and the result is still the same.
 #include "decode.h"
 #include "functions.h"
 
@@ -40,13 +40,15 @@ K3_INLINE Dot accumulate(Dot sums, Dot w, Dot x) {
 #if defined(__AVX512VNNI__)
     return _mm256_dpbusd_epi32(sums, size, turned);
 #else
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(size, turned), _mm256_set1_epi16(1)));
+    return _mm256_add_epi32(sums,
+                            _mm256_madd_epi16(_mm256_maddubs_epi16(size, turned), _mm256_set1_epi16(1)));
 #endif
 }
 
 K3_INLINE void totals(const Dot* d, f32x4& out) {
     const __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(d[0], d[1]), _mm256_hadd_epi32(d[2], d[3]));
-    out = (f32x4)_mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+    out = (f32x4)_mm_cvtepi32_ps(
+        _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 }
 #else
 struct Dot {
@@ -133,7 +135,9 @@ struct RowsMx {
         row = (const uint8_t*)w.data + r * (w.columns / 2);
         exponents = w.exponents + r * (w.columns / kMxGroup);
     }
-    K3_INLINE_MEMBER void whole(int64_t g, Dot* out) const { out[0] = nibbles(row + g * 16, kMxDoubledTable); }
+    K3_INLINE_MEMBER void whole(int64_t g, Dot* out) const {
+        out[0] = nibbles(row + g * 16, kMxDoubledTable);
+    }
     void rest(int64_t, int64_t, Dot* out) const { out[0] = nothing(); }  // columns are a multiple of 32
     K3_INLINE_MEMBER float factor(int64_t g) const { return half_factor(exponents[g]); }
     K3_INLINE_MEMBER float finish(float y) const { return y; }
@@ -162,7 +166,8 @@ K3_INLINE void tile(const W* w, const Activations& x, int64_t s0, int64_t column
             Dot sums[kRowTile];
             for (int r = 0; r < kRowTile; ++r) {
                 sums[r] = nothing();
-                for (int b = 0; b < kBlocks; ++b) sums[r] = accumulate(sums[r], weight[r][b], bytes(q + 32 * b));
+                for (int b = 0; b < kBlocks; ++b)
+                    sums[r] = accumulate(sums[r], weight[r][b], bytes(q + 32 * b));
             }
             totals(sums, dots);
             total[s] = total[s] + dots * (a * own);
@@ -179,7 +184,8 @@ void product(const Activations& x, const Matrix& w, int64_t begin, int64_t end, 
         W row[kRowTile];
         for (int i = 0; i < kRowTile; ++i) row[i].open(w, r + (i < count ? i : 0));
         int64_t s = 0;
-        for (; s + kXTile <= x.rows; s += kXTile) tile<kXTile>(row, x, s, w.columns, y + s * w.rows + r, w.rows, count);
+        for (; s + kXTile <= x.rows; s += kXTile)
+            tile<kXTile>(row, x, s, w.columns, y + s * w.rows + r, w.rows, count);
         for (; s < x.rows; ++s) tile<1>(row, x, s, w.columns, y + s * w.rows + r, w.rows, count);
     }
 }

@@ -80,7 +80,8 @@ bool int8_row(const Source& w, int64_t columns, uint8_t* q, float* scale_out) {
     if (absmax >= kInfinityBits) return false;
     *scale_out = scale_of(absmax, 127.0f);
     const F16 scale = splat(*scale_out);
-    for (int64_t k = 0; k < whole; k += kLanes) store_bytes(q + k, quantized(w.at(k), scale, -127.0f, 127.0f));
+    for (int64_t k = 0; k < whole; k += kLanes)
+        store_bytes(q + k, quantized(w.at(k), scale, -127.0f, 127.0f));
     if (rest) {
         uint8_t part[kLanes];
         store_bytes(part, quantized(w.first(whole, rest), scale, -127.0f, 127.0f));
@@ -115,7 +116,8 @@ bool int4_row(const Source& w, int64_t columns, uint8_t* q, float* scales) {
     for (int64_t k = start; k < columns; k += kLanes) {
         const int64_t count = columns - k < kLanes ? columns - k : kLanes;
         uint8_t part[kLanes / 2];
-        store_nibbles(part, quantized(count < kLanes ? w.first(k, count) : w.at(k), scale, -8.0f, 7.0f) + bias);
+        store_nibbles(part,
+                      quantized(count < kLanes ? w.first(k, count) : w.at(k), scale, -8.0f, 7.0f) + bias);
         memcpy(q + k / 2, part, (count + 1) / 2);
     }
     return true;

@@ -1,7 +1,7 @@
 // What carries a state from token to token: the delta-rule update and the short convolution.
 //
-// Every column of the state (every channel of the convolution) is computed alone, its sums in ascending order of the
-// key index (of age), so that blocks below only decide what stays in the L1 cache.
+// Every column of the state (every channel of the convolution) is computed alone, its sums in ascending order
+// of the key index (of age), so that blocks below only decide what stays in the L1 cache.
 #include "functions.h"
 #include "mathfn.h"
 
@@ -10,15 +10,19 @@ namespace K3_VARIANT {
 
 namespace {
 
-// N registers of columns from j of one head's state through all tokens. Unless Whole, N is 1 and `width` columns count.
+// N registers of columns from j of one head's state through all tokens. Unless Whole, N is 1 and `width`
+// columns count.
 template <int N, bool Whole>
 void delta_columns(const DeltaRule& d, int64_t head, int64_t j, int64_t width) {
     const auto get = [width](const float* p) { return Whole ? load(p) : load_some(p, width); };
-    const auto put = [width](float* p, const F16& v) { return Whole ? store(p, v) : store_some(p, v, width); };
+    const auto put = [width](float* p, const F16& v) {
+        return Whole ? store(p, v) : store_some(p, v, width);
+    };
     float* state = d.state + head * d.key_dim * d.value_dim + j;
     for (int64_t t = 0; t < d.tokens; ++t) {
         const int64_t row = t * d.heads + head;
-        const float *q = d.q + row * d.key_dim, *k = d.k + row * d.key_dim, *decay = d.decay + row * d.key_dim;
+        const float *q = d.q + row * d.key_dim, *k = d.k + row * d.key_dim,
+                    *decay = d.decay + row * d.key_dim;
         F16 seen[N], error[N], out[N];
         for (int n = 0; n < N; ++n) seen[n] = out[n] = splat(0.0f);
         for (int64_t i = 0; i < d.key_dim; ++i) {
@@ -68,7 +72,8 @@ void short_conv(const ShortConv& c, int64_t begin, int64_t end) {
             for (int64_t i = 0; i < left; ++i) lane[i] = c.w[(channel + i) * c.taps + tap];
             weight[tap] = load(lane);
         }
-        for (int64_t tap = 0; tap < old; ++tap) past[tap] = load_some(c.window + tap * c.channels + channel, left);
+        for (int64_t tap = 0; tap < old; ++tap)
+            past[tap] = load_some(c.window + tap * c.channels + channel, left);
         for (int64_t t = 0; t < c.tokens; ++t) {
             past[old] = load_some(c.u + t * c.channels + channel, left);
             F16 total = past[0] * weight[0];
@@ -76,7 +81,8 @@ void short_conv(const ShortConv& c, int64_t begin, int64_t end) {
             store_some(c.out + t * c.channels + channel, silu16(total), left);
             for (int64_t tap = 0; tap < old; ++tap) past[tap] = past[tap + 1];
         }
-        for (int64_t tap = 0; tap < old; ++tap) store_some(c.window + tap * c.channels + channel, past[tap], left);
+        for (int64_t tap = 0; tap < old; ++tap)
+            store_some(c.window + tap * c.channels + channel, past[tap], left);
     }
 }
 

@@ -34,12 +34,14 @@ K3_INLINE void each(int64_t count, float* y, const Function& function) {
 
 }  // namespace
 
-void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps, float* y) {
+void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps,
+              float* y) {
     for (int64_t r = begin; r < end; ++r) {
         const float* row = x + r * columns;
         const F16 factor = splat(inverse_rms(row, columns, eps));
-        each(columns, y + r * columns,
-             [&](int64_t k, int64_t left) { return load_some(w + k, left) * (load_some(row + k, left) * factor); });
+        each(columns, y + r * columns, [&](int64_t k, int64_t left) {
+            return load_some(w + k, left) * (load_some(row + k, left) * factor);
+        });
     }
 }
 
@@ -47,7 +49,8 @@ void l2_normalize(const float* x, int64_t begin, int64_t end, int64_t columns, f
     for (int64_t r = begin; r < end; ++r) {
         const float* row = x + r * columns;
         const F16 factor = splat(1.0f / __builtin_sqrtf(square_sum(row, columns) + eps));
-        each(columns, y + r * columns, [&](int64_t k, int64_t left) { return load_some(row + k, left) * factor; });
+        each(columns, y + r * columns,
+             [&](int64_t k, int64_t left) { return load_some(row + k, left) * factor; });
     }
 }
 
@@ -57,24 +60,31 @@ void softmax(const float* x, int64_t begin, int64_t end, int64_t columns, float*
         float* out = y + r * columns;
         float top = row[0];
         for (int64_t k = 1; k < columns; ++k) top = row[k] > top ? row[k] : top;
-        each(columns, out, [&](int64_t k, int64_t left) { return exp16(load_some(row + k, left) - splat(top)); });
-        const F16 total = splat(lane_sum(columns, [&](int64_t k, int64_t left) { return load_some(out + k, left); }));
+        each(columns, out,
+             [&](int64_t k, int64_t left) { return exp16(load_some(row + k, left) - splat(top)); });
+        const F16 total =
+            splat(lane_sum(columns, [&](int64_t k, int64_t left) { return load_some(out + k, left); }));
         each(columns, out, [&](int64_t k, int64_t left) { return load_some(out + k, left) / total; });
     }
 }
 
 void elementwise(Function function, const float* x, int64_t count, float* y) {
     switch (function) {
-        case Function::EXP: return each(count, y, [&](int64_t k, int64_t n) { return exp16(load_some(x + k, n)); });
-        case Function::TANH: return each(count, y, [&](int64_t k, int64_t n) { return tanh16(load_some(x + k, n)); });
-        case Function::SIGMOID: return each(count, y, [&](int64_t k, int64_t n) { return sigmoid16(load_some(x + k, n)); });
-        case Function::SILU: return each(count, y, [&](int64_t k, int64_t n) { return silu16(load_some(x + k, n)); });
+        case Function::EXP:
+            return each(count, y, [&](int64_t k, int64_t n) { return exp16(load_some(x + k, n)); });
+        case Function::TANH:
+            return each(count, y, [&](int64_t k, int64_t n) { return tanh16(load_some(x + k, n)); });
+        case Function::SIGMOID:
+            return each(count, y, [&](int64_t k, int64_t n) { return sigmoid16(load_some(x + k, n)); });
+        case Function::SILU:
+            return each(count, y, [&](int64_t k, int64_t n) { return silu16(load_some(x + k, n)); });
     }
 }
 
 void situ(const float* gate, const float* up, int64_t count, float beta, float linear_beta, float* y) {
     const F16 b = splat(beta), l = splat(linear_beta);
-    each(count, y, [&](int64_t k, int64_t n) { return situ16(load_some(gate + k, n), load_some(up + k, n), b, l); });
+    each(count, y,
+         [&](int64_t k, int64_t n) { return situ16(load_some(gate + k, n), load_some(up + k, n), b, l); });
 }
 
 void kda_gate(const float* f, int64_t begin, int64_t end, int64_t heads, int64_t dim, const float* a_log,
