@@ -1,0 +1,91 @@
+"""What the format says must be where: headers and extents computed anew from the catalog's shapes. Pure.
+
+Nothing here looks at a recorded offset. `structure` compares what this gives with the catalog, the manifest and
+the files, so that the three cannot agree with each other on something that the format does not allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from k3.container import checksum
+from k3.container.catalog import CatalogLayer, CatalogTensor
+from k3.container.keys import Encoding
+from k3.container.layout import (
+    DENSE_NAME,
+    SCALES_SUFFIX,
+    FileLayout,
+    Tensor,
+    cut_expert,
+    expert_file_layout,
+    expert_file_name,
+)
+from k3.kernels import INT4_GROUP
+
+Place = tuple[int, int, int]
+"""(offset, payload bytes, stored bytes) of an extent in its file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedFile:
+    """A data file as the format has it. `header` is not kept: a layer's can be a megabyte. See `header()`."""
+
+    root: int
+    path: str
+    kind: str
+    size_bytes: int
+    header_bytes: int
+    header_digest: str
+    places: tuple[Place, ...]  # one for each expert, or for each stored dense tensor
+    layer: CatalogLayer | None = None
+
+
+def expected_expert_files(layer: CatalogLayer, shares: Sequence[int]) -> list[ExpectedFile]:
+    """The files that hold one layer's experts, in root order; extent i of each is expert i's piece."""
+    pieces = cut_expert(layer.layout.payload_bytes, shares)
+    name = expert_file_name(layer.layer)
+    return [
+        _expected(
+            piece.root, name, "experts", expert_file_layout(layer.layout, layer.experts, pieces, piece.root), layer
+        )
+        for piece in pieces
+    ]
+
+
+def expected_dense_file(tensors: Sequence[CatalogTensor]) -> ExpectedFile:
+    """The dense blob; its extents are each tensor's weights and then, where it has them, its scales."""
+    return _expected(0, DENSE_NAME, "dense", _dense_layout(tensors), None)
+
+
+def header(file: ExpectedFile, shares: Sequence[int], tensors: Sequence[CatalogTensor]) -> bytes:
+    """The complete header of an expected file, made again."""
+    if file.layer is None:
+        return _dense_layout(tensors).header
+    pieces = cut_expert(file.layer.layout.payload_bytes, shares)
+    return expert_file_layout(file.layer.layout, file.layer.experts, pieces, file.root).header
+
+
+def stored_tensors(tensor: CatalogTensor) -> list[Tensor]:
+    """What the blob holds for a dense tensor: itself, or its weights followed by its scales."""
+    if tensor.encoding is Encoding.RAW:
+        return [(tensor.name, tensor.dtype, tensor.shape)]
+    if tensor.encoding is Encoding.F32:
+        return [(tensor.name, "F32", tensor.shape)]
+    rows, columns = tensor.shape
+    scales = tensor.name + SCALES_SUFFIX
+    if tensor.encoding is Encoding.INT8:
+        return [(tensor.name, "U8", tensor.shape), (scales, "F32", (rows,))]
+    return [
+        (tensor.name, "U8", (rows, -(-columns // 2))),
+        (scales, "F32", (rows, -(-columns // INT4_GROUP))),
+    ]
+
+
+def _dense_layout(tensors: Iterable[CatalogTensor]) -> FileLayout:
+    return FileLayout([stored] for tensor in tensors for stored in stored_tensors(tensor))
+
+
+def _expected(root: int, path: str, kind: str, layout: FileLayout, layer: CatalogLayer | None) -> ExpectedFile:
+    digest = checksum.digest(layout.header).hex()
+    return ExpectedFile(root, path, kind, layout.size_bytes, len(layout.header), digest, layout.extents, layer)

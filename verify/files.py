@@ -1,0 +1,138 @@
+"""Checks of single files and of directory listings: is it there, is it whole, does its digest hold.
+
+Functions without state; each returns findings and raises nothing for what a drive or a user can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from k3 import kernels
+from k3.container import checksum
+from k3.container.direct import ReadFile, aligned_buffer, drive_error
+from k3.container.errors import DriveError
+from k3.container.layout import (
+    CATALOG_NAME,
+    EXPERTS_DIRECTORY,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+)
+from k3.container.manifest import DataFile, Manifest
+from k3.verify.finding import Finding, Kind, finding_of
+
+RESTORE = "Restore it from a copy, or repack"
+_CHUNK_BYTES = 1 << 20
+
+
+def check_size(path: Path, nbytes: int, *, root: int) -> tuple[int | None, list[Finding]]:
+    """The size of a file that should have `nbytes`, None when it cannot be read, and what is wrong with it."""
+    try:
+        size = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None, [Finding(Kind.MISSING, "file is missing", str(path), root=root, advice=RESTORE)]
+    except OSError as error:
+        return None, [finding_of(drive_error("cannot look at", error, path), Kind.UNREADABLE, root=root)]
+    if not path.is_file():
+        return None, [Finding(Kind.MISSING, "not a file", str(path), root=root, advice=RESTORE)]
+    if size < nbytes:
+        problem = f"file has {size} bytes instead of {nbytes}: {nbytes - size} are missing at the end"
+        return size, [Finding(Kind.TRUNCATED, problem, str(path), size, nbytes - size, root, advice=RESTORE)]
+    if size > nbytes:
+        problem = f"file has {size} bytes instead of {nbytes}: {size - nbytes} too many at the end"
+        return size, [Finding(Kind.TOO_LONG, problem, str(path), nbytes, size - nbytes, root, advice=RESTORE)]
+    return size, []
+
+
+def check_small_file(path: Path, digest: str, nbytes: int | None, *, root: int) -> list[Finding]:
+    """A file that has one digest over all of it; `nbytes` None when its size is not recorded."""
+    if nbytes is not None:
+        size, findings = check_size(path, nbytes, root=root)
+        if findings or size is None:
+            return findings
+    hasher = checksum.Hasher()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                hasher.update(chunk)
+    except FileNotFoundError:
+        return [Finding(Kind.MISSING, "file is missing", str(path), root=root, advice=RESTORE)]
+    except OSError as error:
+        return [finding_of(drive_error("cannot read", error, path), Kind.UNREADABLE, root=root)]
+    if hasher.hexdigest() == digest:
+        return []
+    problem = f"file has digest {hasher.hexdigest()} instead of {digest}"
+    return [Finding(Kind.DAMAGED, problem, str(path), root=root, advice=RESTORE)]
+
+
+def check_data_file(path: Path, file: DataFile, expected_header: Callable[[], bytes] | None) -> list[Finding]:
+    """A data file's size, and its header byte for byte; its content is another grade's business.
+
+    `expected_header` gives the header that the format prescribes, None when the catalog could not be used.
+    """
+    size, findings = check_size(path, file.bytes, root=file.root)
+    if size is None or file.header_bytes == 0 or size < file.header_bytes:
+        return findings
+    try:
+        with ReadFile(path) as opened:
+            if not opened.direct:
+                opened.drop_cache()
+            found = opened.read(0, file.header_bytes, aligned_buffer(file.header_bytes))
+    except DriveError as error:
+        return [*findings, finding_of(error, Kind.UNREADABLE, root=file.root)]
+    if checksum.digest(found).hex() == file.header_digest:
+        return findings
+    offset = 0
+    if expected_header is not None:
+        right = np.frombuffer(expected_header(), np.uint8)
+        if len(right) == len(found):
+            offset = max(0, kernels.first_difference(found, right))
+    problem = f"header of {file.header_bytes} bytes does not match its digest"
+    findings.append(
+        Finding(Kind.DAMAGED, problem, str(path), offset, file.header_bytes, file.root, advice=RESTORE)
+    )
+    return findings
+
+
+def find_extras(home: Path, manifest: Manifest, directories: Sequence[Path | None]) -> list[Finding]:
+    """Files where only the container's own should be: anything in home and in `experts/`, leftovers in roots.
+
+    A drive root is often a mount point with other things in it, so only `*.partial` is reported there; source
+    roots belong to somebody else altogether.
+    """
+    wanted = {
+        directories[file.root] / file.path  # type: ignore[operator]
+        for file in manifest.files
+        if directories[file.root] is not None
+    }
+    wanted |= {home / small.path for small in manifest.text_files}
+    wanted |= {home / MANIFEST_NAME, home / CATALOG_NAME}
+    roots = {directory for directory in directories if directory is not None}
+    findings = []
+    for number, (root, directory) in enumerate(zip(manifest.roots, directories, strict=True)):
+        if directory is None or root.kind == "source":
+            continue
+        for path in [*_entries(directory), *_entries(directory / EXPERTS_DIRECTORY)]:
+            if path in wanted or path == directory / EXPERTS_DIRECTORY or _holds(path, roots):
+                continue
+            leftover = path.suffix == PARTIAL_SUFFIX or path.name == JOURNAL_NAME
+            if path.parent == directory and root.kind == "drive" and not leftover:
+                continue
+            problem = "left over from a repack that was stopped" if leftover else "not part of the container"
+            findings.append(Finding(Kind.EXTRA, problem, str(path), root=number))
+    return findings
+
+
+def _holds(path: Path, roots: set[Path]) -> bool:
+    """Whether a path is a root, or a directory that a root lies in."""
+    return any(path == root or path in root.parents for root in roots)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []  # what should be in it is reported as missing or unreadable, file by file
