@@ -3,8 +3,8 @@
     python bench/kernels.py [--threads N] [--rounds 5]
 
 Weights are cold: each call takes another copy, and the copies together are larger than any cache. The ceiling is
-the rate at which memcmp reads two large buffers with as many threads. A round measures the ceiling and every kernel
-once; the table shows medians, and the ratio is taken within a round.
+the rate at which memcmp reads two large buffers with as many threads. A round measures the ceiling and every
+kernel once; the table shows medians, and the ratio is taken within a round.
 """
 
 from __future__ import annotations
