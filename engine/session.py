@@ -46,7 +46,7 @@ class Session:
         ValueError for ids outside the vocabulary, UnsupportedError when they do not fit.
         """
         self._check(ids)
-        logits = np.empty((0, self._model.config.vocab), np.float32)
+        logits: Array = np.empty((0, self._model.config.vocab), np.float32)
         for start in range(0, len(ids), self._chunk):
             piece = ids[start : start + self._chunk]
             self._broken = True

@@ -100,7 +100,8 @@ def dequantize_mxfp4(packed: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8
     rows = len(packed)
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, -1, MXFP4_GROUP)
     factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
-    return (E2M1[nibbles] * factors[..., None]).reshape(rows, -1)
+    values: Array = (E2M1[nibbles] * factors[..., None]).reshape(rows, -1)
+    return values
 
 
 def dequantize(tensor: EncodedTensor) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from k3.kernels.arrays import Floats
 from k3.kernels.reference.lanes import lane_sum
@@ -37,7 +38,8 @@ def tanh(x: Floats) -> Floats:
         z = a * a
         small = a + a * (z * _polynomial(_TANH, z))
         large = _F(1) - _F(2) / (exp(a + a) + _F(1))
-        return np.copysign(np.where(a < _F(0.625), small, large), x)
+        signed: npt.NDArray[np.float32] = np.copysign(np.where(a < _F(0.625), small, large), x)
+        return signed
 
 
 def sigmoid(x: Floats) -> Floats:

@@ -49,8 +49,8 @@ def latent_attention(q_latent: Floats, q_rope: Floats, latent: Floats, rope: Flo
         scores = matmul_exact(q_latent[t], latent[:count]) + matmul_exact(q_rope[t], rope[:count])
         scores = scores * np.float32(scale)
         top = np.max(scores, axis=1, keepdims=True)
-        total = np.zeros(heads, np.float32)
-        mixed = np.zeros((heads, width), np.float32)
+        total: Floats = np.zeros(heads, np.float32)
+        mixed: Floats = np.zeros((heads, width), np.float32)
         for begin in range(0, count, ATTENTION_BLOCK):
             share = exp(scores[:, begin : begin + ATTENTION_BLOCK] - top)
             total = total + lane_sum(share)
