@@ -1,12 +1,19 @@
-"""What all tests share: the tiny snapshot, made once, and the rule that campaigns run only when asked for."""
+"""What all tests share: the tiny snapshot, made once; campaigns only when asked for; no deadlines.
+
+A slow machine is no failure: hypothesis must not judge by the clock. A failing example prints how to repeat it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+
+settings.register_profile("k3", deadline=None, print_blob=True)
+settings.load_profile("k3")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
