@@ -1,0 +1,139 @@
+# Types of the native module, written by hand; tests/store/test_native_layout.py compares the names.
+# store/native.py is the face that other modules use for Server and ClientRing; Policy is used as it is.
+
+from collections.abc import Buffer, Mapping, Sequence
+from typing import Any
+
+def xxh3_128(data: Buffer) -> bytes:
+    """The 16 bytes of xxh3-128, seed 0, canonical order. Releases the interpreter's lock."""
+
+def xxh3_variant() -> str: ...
+def set_xxh3_variant(name: str) -> bool: ...
+def layout() -> dict[str, Any]: ...
+def policy_names() -> tuple[str, ...]:
+    """layer-lru, lru, s3-fifo, least-stale, pin-lru; what they do is in store/src/policy.h."""
+
+def divide(slots: int, layer_counts: Mapping[int, int]) -> dict[int, int]:
+    """Slots per layer, as store.eviction.divide."""
+
+class Policy:
+    """Which experts stay: at most `capacity` of them. Not thread-safe. `pins` only with pin-lru."""
+
+    def __init__(
+        self, name: str, capacity: int, layer_counts: Mapping[int, int], pins: Sequence[tuple[int, int]] = ()
+    ) -> None: ...
+    def access(self, layer: int, expert: int) -> bool:
+        """Note that an expert is wanted now; whether it is in. Call before insert() also when it is not."""
+
+    def insert(self, layer: int, expert: int) -> list[tuple[int, int]]:
+        """Bring in an expert that is not in (ValueError otherwise); those that left for it.
+
+        RuntimeError, and nothing changed, when all `capacity` experts are held or pinned.
+        """
+
+    def evict_one(self) -> tuple[int, int] | None:
+        """Take out the expert that would go next; None when none may."""
+
+    def hold(self, layer: int, expert: int) -> None:
+        """One holder more; a held expert is never evicted. ValueError when it is not in."""
+
+    def unhold(self, layer: int, expert: int) -> None: ...
+    def remove(self, layer: int, expert: int) -> None:
+        """Take an expert out, held or not, and remember nothing of it. ValueError when it is not in."""
+
+    def contains(self, layer: int, expert: int) -> bool: ...
+    def held(self, layer: int, expert: int) -> bool: ...
+    def __len__(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+
+class Completion:
+    """An answer. Numbers as in store/ring_layout.py: op, status and source are plain ints."""
+
+    tag: int
+    op: int
+    status: int
+    source: int
+    layer: int
+    expert: int
+    slot: int
+    generation: int
+    file: int
+    offset: int
+    payload_bytes: int
+    file_offset: int
+    error: int
+
+class Server:
+    def __init__(
+        self,
+        *,
+        slot_bytes: int,
+        slots: int,
+        policy: str,
+        pins: Sequence[tuple[int, int]],
+        io: str,
+        io_depth: int,
+        checkers: int,
+        verify: str,
+        max_clients: int,
+        quota: int,
+        entries: int,
+        open_files: int,
+    ) -> None: ...
+    def add_file(self, root: int, path: str, direct: bool) -> int: ...
+    def set_layer(self, layer: int, payload_bytes: int, pieces: Sequence[int], records: Buffer) -> None: ...
+    def start(self) -> None: ...
+    @property
+    def arena_fd(self) -> int: ...
+    @property
+    def arena_bytes(self) -> int: ...
+    @property
+    def events_fd(self) -> int: ...
+    @property
+    def io(self) -> str: ...
+    @property
+    def notice(self) -> str: ...
+    def add_client(self, name: str) -> tuple[int, int, int, int]: ...
+    def remove_client(self, client: int) -> None: ...
+    def violations(self) -> list[int]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def warm(self, layer: int, experts: Sequence[int]) -> int: ...
+    def pin(self, layer: int, experts: Sequence[int]) -> int: ...
+    def unpin(self, layer: int, experts: Sequence[int]) -> int: ...
+    def inject(
+        self,
+        kind: str,
+        *,
+        file: int,
+        begin: int,
+        end: int,
+        times: int,
+        probability: float,
+        argument: int,
+        seed: int,
+    ) -> None: ...
+    def clear_faults(self) -> None: ...
+    def throttle(self, root: int, bytes_per_s: int) -> None: ...
+    def drain(self, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
+
+class ClientRing(Buffer):
+    def __init__(
+        self,
+        ring_fd: int,
+        arena_fd: int,
+        arena_bytes: int,
+        request_doorbell: int,
+        completion_doorbell: int,
+    ) -> None: ...
+    def submit(self, tag: int, op: int, layer: int, experts: Sequence[int]) -> int: ...
+    def release(self, slots: Sequence[int], generations: Sequence[int]) -> int: ...
+    def poll(self, most: int) -> list[Completion]: ...
+    def wait(self, timeout_s: float | None, other_fd: int) -> str: ...
+    @property
+    def closed_by_daemon(self) -> bool: ...
+    @property
+    def entries(self) -> int: ...
+    def close(self) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -1,0 +1,118 @@
+#include "catalog.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace k3::store {
+
+namespace {
+
+uint64_t page_floor(uint64_t n) { return n / kPage * kPage; }
+uint64_t page_ceil(uint64_t n) { return page_floor(n + kPage - 1); }
+
+// Whole pages around the record straight into the slot.
+void read_straight(ExpertPlan& plan, uint32_t piece, const Record& record, uint8_t* pages) {
+    const uint64_t begin = page_floor(record.offset);
+    const uint64_t need = record.offset + record.stored_bytes - begin;
+    for (uint64_t at = 0; at < need; at += kChunkBytes) {
+        const uint64_t part = std::min(kChunkBytes, need - at);
+        plan.chunks.push_back({piece, begin + at, part, page_ceil(part), pages + at, 0, nullptr, 0});
+    }
+}
+
+// By way of a buffer: neighbours in the slot must not be touched.
+void read_bounced(ExpertPlan& plan, uint32_t piece, const Record& record, uint8_t* to) {
+    const uint64_t end = record.offset + record.stored_bytes;
+    for (uint64_t at = record.offset; at < end;) {
+        const uint64_t begin = page_floor(at);
+        const uint64_t stop = std::min(end, begin + kChunkBytes);
+        const uint64_t need = stop - begin;
+        plan.chunks.push_back({piece, begin, need, page_ceil(need), nullptr, at - begin, to, stop - at});
+        to += stop - at;
+        at = stop;
+    }
+}
+
+}  // namespace
+
+void Catalog::set_layer(uint32_t number, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+                        std::vector<Record> records, uint32_t files, uint64_t slot_bytes) {
+    Layer layer{payload_bytes, {0}, std::move(records)};
+    for (const uint32_t count : pieces) {
+        const uint64_t end = uint64_t{layer.first.back()} + count;
+        if (end > layer.records.size()) break;
+        layer.first.push_back(static_cast<uint32_t>(end));
+    }
+    const std::string where = "layer " + std::to_string(number);
+    if (layer.first.size() != pieces.size() + 1 || layer.first.back() != layer.records.size()) {
+        throw std::invalid_argument(where + ": the numbers of pieces do not add up to the records");
+    }
+    for (uint32_t expert = 0; expert < pieces.size(); ++expert) {
+        const std::string who = where + ", expert " + std::to_string(expert);
+        uint64_t sum = 0;
+        for (uint32_t i = layer.first[expert]; i < layer.first[expert + 1]; ++i) {
+            const Record& record = layer.records[i];
+            const bool last = i + 1 == layer.first[expert + 1];
+            const uint64_t most = uint64_t{1} << 62;
+            if (record.file >= files) throw std::invalid_argument(who + ": no such file");
+            if (record.offset > most || record.stored_bytes > most || record.stored_bytes == 0 ||
+                record.payload_bytes > record.stored_bytes ||
+                (!last && record.payload_bytes != record.stored_bytes)) {
+                throw std::invalid_argument(who + ": a record's sizes make no sense");
+            }
+            sum += record.payload_bytes;
+            if (sum > payload_bytes) break;
+        }
+        if (sum != payload_bytes || payload_bytes == 0) {
+            throw std::invalid_argument(who + ": its pieces do not make up " + std::to_string(payload_bytes) + " bytes");
+        }
+        const uint64_t needed = plan(layer, expert, nullptr).slot_bytes;
+        if (needed > slot_bytes) {
+            throw std::invalid_argument(who + " needs a slot of " + std::to_string(needed) + " bytes, they have " +
+                                        std::to_string(slot_bytes));
+        }
+    }
+    layers_[number] = std::move(layer);
+}
+
+bool Catalog::contains(Key key) const {
+    const auto found = layers_.find(key.layer);
+    return found != layers_.end() && key.expert < found->second.first.size() - 1;
+}
+
+LayerCounts Catalog::counts() const {
+    LayerCounts counts;
+    for (const auto& [number, layer] : layers_) counts[number] = static_cast<uint32_t>(layer.first.size() - 1);
+    return counts;
+}
+
+ExpertPlan Catalog::plan(Key key, uint8_t* slot) const { return plan(layers_.at(key.layer), key.expert, slot); }
+
+ExpertPlan Catalog::plan(const Layer& layer, uint32_t expert, uint8_t* slot) {
+    const uint32_t begin = layer.first[expert], end = layer.first[expert + 1];
+    const bool alone = end - begin == 1;
+    ExpertPlan plan;
+    plan.payload_bytes = layer.payload_bytes;
+    // A single record may lie anywhere: its payload then begins as far into the slot as it does into its page.
+    plan.payload_at = alone ? layer.records[begin].offset % kPage : 0;
+    uint64_t at = plan.payload_at;
+    for (uint32_t i = begin; i < end; ++i) {
+        const Record& record = layer.records[i];
+        const uint32_t piece = i - begin;
+        const bool whole = record.offset % kPage == 0 && at % kPage == 0 && record.stored_bytes % kPage == 0;
+        plan.pieces.push_back({record, slot + at});
+        if (alone || whole) {
+            read_straight(plan, piece, record, slot + page_floor(at));
+            plan.slot_bytes = page_ceil(at + record.stored_bytes);
+        } else {
+            read_bounced(plan, piece, record, slot + at);
+            plan.slot_bytes = at + record.stored_bytes;
+        }
+        at += record.payload_bytes;
+    }
+    return plan;
+}
+
+}  // namespace k3::store

@@ -1,0 +1,155 @@
+#include "drive.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "reader.h"
+
+namespace k3::store {
+
+namespace {
+
+void sleep_ns(uint64_t ns) {
+    timespec left = {static_cast<time_t>(ns / 1000000000u), static_cast<long>(ns % 1000000000u)};
+    while (nanosleep(&left, &left) != 0 && errno == EINTR) {
+    }
+}
+
+}  // namespace
+
+void Drive::push(const std::vector<Read*>& reads, bool demand, bool first) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::deque<Read*>& queue = demand ? demand_ : prefetch_;
+    queue.insert(first ? queue.begin() : queue.end(), reads.begin(), reads.end());
+    wake();
+}
+
+void Drive::promote(const Job* job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto wanted = [job](const Read* read) { return read->job == job; };
+    std::copy_if(prefetch_.begin(), prefetch_.end(), std::back_inserter(demand_), wanted);
+    prefetch_.erase(std::remove_if(prefetch_.begin(), prefetch_.end(), wanted), prefetch_.end());
+}
+
+size_t Drive::queued_of(const Job* job) const {
+    const auto wanted = [job](const Read* read) { return read->job == job; };
+    return static_cast<size_t>(std::count_if(demand_.begin(), demand_.end(), wanted) +
+                               std::count_if(prefetch_.begin(), prefetch_.end(), wanted));
+}
+
+void Drive::drop(const Job* job) {
+    const auto wanted = [job](const Read* read) { return read->job == job; };
+    demand_.erase(std::remove_if(demand_.begin(), demand_.end(), wanted), demand_.end());
+    prefetch_.erase(std::remove_if(prefetch_.begin(), prefetch_.end(), wanted), prefetch_.end());
+}
+
+uint64_t Drive::queued() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return demand_.size() + prefetch_.size();
+}
+
+uint64_t Drive::busy_ns() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return busy_ns_ + (in_flight_.load(std::memory_order_relaxed) > 0 ? now_ns() - busy_since_ns_ : 0);
+}
+
+Read* Drive::next() {
+    if (stopping_ || in_flight_.load(std::memory_order_relaxed) >= depth_) return nullptr;
+    std::deque<Read*>& queue = demand_.empty() ? prefetch_ : demand_;
+    if (queue.empty()) return nullptr;
+    Read* read = queue.front();
+    queue.pop_front();
+    if (in_flight_.fetch_add(1, std::memory_order_relaxed) == 0) busy_since_ns_ = now_ns();
+    return read;
+}
+
+void Drive::ended(Read& read, int error, uint64_t began_ns) {
+    if (rate_.load(std::memory_order_relaxed) != 0) wait_for_rate(read.chunk.need, began_ns);
+    const uint64_t end_ns = now_ns();
+    counters.reads.fetch_add(1, std::memory_order_relaxed);
+    counters.read_ns.fetch_add(end_ns - began_ns, std::memory_order_relaxed);
+    if (error == 0) counters.read_bytes.fetch_add(read.chunk.need, std::memory_order_relaxed);
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (in_flight_.fetch_sub(1, std::memory_order_relaxed) == 1) busy_ns_ += end_ns - busy_since_ns_;
+    }
+    done_(read, error);  // the job may be gone after this
+}
+
+void Drive::wait_for_rate(uint64_t bytes, uint64_t began_ns) {
+    uint64_t until_ns;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const double ns = 1e9 * static_cast<double>(bytes) / static_cast<double>(rate_.load());
+        rate_free_ns_ = std::max(rate_free_ns_, began_ns) + static_cast<uint64_t>(ns);
+        until_ns = rate_free_ns_;
+    }
+    const uint64_t now = now_ns();
+    if (until_ns > now) sleep_ns(until_ns - now);
+}
+
+Progress::Progress(Read& read, std::shared_ptr<OpenFile> file, uint8_t* bounce, Faults& faults)
+    : read_(read), file_(std::move(file)), into_(read.chunk.into != nullptr ? read.chunk.into : bounce), faults_(faults) {}
+
+bool Progress::prepare() {
+    const uint64_t end = file_->direct() ? read_.chunk.ask : read_.chunk.need;
+    length_ = end - done_;
+    fault_ = faults_.next(read_.file, position(), length_);
+    if (fault_.stall_ms != 0) sleep_ns(fault_.stall_ms * 1000000u);
+    error_ = fault_.error;
+    return error_ == 0;
+}
+
+bool Progress::advance(int64_t result) {
+    if (result == -EINTR || result == -EAGAIN) return true;
+    if (result < 0) {
+        error_ = static_cast<int>(-result);
+        return false;
+    }
+    if (result == 0) {
+        error_ = ENODATA;  // the file ends here
+        return false;
+    }
+    result = static_cast<int64_t>(std::min(static_cast<uint64_t>(result), std::max<uint64_t>(1, fault_.shorten_to)));
+    if (fault_.flip) target()[fault_.flip_at % static_cast<uint64_t>(result)] ^= 0x10;
+    const uint64_t before = done_;
+    done_ += static_cast<uint64_t>(result);
+    const Chunk& chunk = read_.chunk;
+    if (done_ < chunk.need && file_->direct() && done_ % kPage != 0) {
+        // A short direct read may stop anywhere; go back to the page, or leave O_DIRECT for one page.
+        const uint64_t page = done_ / kPage * kPage;
+        done_ = page;
+        if (page <= before) finish_page_buffered(page);
+    }
+    if (error_ != 0) return false;
+    if (done_ < chunk.need) return true;
+    if (chunk.into == nullptr) std::memcpy(chunk.copy_to, into_ + chunk.skip, chunk.copy_bytes);
+    return false;
+}
+
+void Progress::finish_page_buffered(uint64_t page) {
+    const uint64_t stop = std::min(read_.chunk.need, page + kPage);
+    while (done_ < stop) {
+        const ssize_t count = file_->read_buffered(target(), stop - done_, position());
+        if (count <= 0) {
+            error_ = count < 0 ? errno : ENODATA;
+            return;
+        }
+        done_ += static_cast<uint64_t>(count);
+    }
+}
+
+Bounce::~Bounce() { std::free(memory_); }
+
+uint8_t* Bounce::get() {
+    if (memory_ == nullptr) memory_ = static_cast<uint8_t*>(std::aligned_alloc(kPage, kChunkBytes + kPage));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    return memory_;
+}
+
+}  // namespace k3::store

@@ -1,0 +1,137 @@
+// One drive: a queue of reads, at most `depth` of them in progress, demand before prefetch.
+//
+// The queue is bounded by construction: an expert has a fixed number of chunks, and there are no more experts being
+// read than slots. Thread-safe. Two implementations share this file: threads that each do one pread after the other
+// (drive_threads.cpp), and one thread that drives an io_uring (drive_uring.cpp).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "catalog.h"
+#include "faults.h"
+#include "files.h"
+
+namespace k3::store {
+
+struct Job;
+
+// One chunk on its way. Lives in its job, which outlives every read.
+struct Read {
+    Job* job;
+    Chunk chunk;
+    uint32_t file;
+};
+
+// Called once for each read by the thread that did it; `error` is an errno or 0.
+using ReadDone = std::function<void(Read&, int error)>;
+
+struct DriveCounters {
+    std::atomic<uint64_t> reads{0};
+    std::atomic<uint64_t> read_bytes{0};  // that were asked for and came
+    std::atomic<uint64_t> read_ns{0};     // summed over reads
+    std::atomic<uint64_t> errors{0};      // reads that failed, and pieces whose digest was wrong
+    std::atomic<uint64_t> re_reads{0};    // pieces that were read a second time
+    std::atomic<bool> direct{true};       // no read went through the page cache
+};
+
+class Drive {
+public:
+    Drive(uint32_t depth, Files& files, Faults& faults, ReadDone done)
+        : files_(files), faults_(faults), done_(std::move(done)), depth_(depth) {}
+    virtual ~Drive() = default;
+    Drive(const Drive&) = delete;
+    Drive& operator=(const Drive&) = delete;
+
+    void push(const std::vector<Read*>& reads, bool demand, bool first);
+    // What is still queued of `job` joins the demand reads.
+    void promote(const Job* job);
+    // Ends after the reads in progress; what is queued is never read. Joins the threads.
+    virtual void stop() = 0;
+
+    // For whoever locks several drives at once, in ascending order.
+    std::mutex& mutex() { return mutex_; }
+    size_t queued_of(const Job* job) const;  // under mutex()
+    void drop(const Job* job);               // under mutex()
+
+    void throttle(uint64_t bytes_per_s) { rate_.store(bytes_per_s, std::memory_order_relaxed); }
+    uint64_t queued() const;
+    uint32_t in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
+    uint64_t busy_ns() const;  // time with at least one read in progress
+    DriveCounters counters;
+
+protected:
+    // The next read, and with it one of the `depth` places; nullptr when there is none. Under mutex_.
+    Read* next();
+    void ended(Read& read, int error, uint64_t began_ns);
+    virtual void wake() = 0;  // there is something in the queue, or the drive stops. Under mutex_
+
+    Files& files_;
+    Faults& faults_;
+    ReadDone done_;
+    const uint32_t depth_;
+    mutable std::mutex mutex_;
+    bool stopping_ = false;
+
+private:
+    void wait_for_rate(uint64_t bytes, uint64_t began_ns);
+
+    std::deque<Read*> demand_, prefetch_;
+    std::atomic<uint32_t> in_flight_{0};
+    uint64_t busy_since_ns_ = 0;
+    uint64_t busy_ns_ = 0;
+    std::atomic<uint64_t> rate_{0};
+    uint64_t rate_free_ns_ = 0;
+};
+
+// The system calls of one read: where the next one begins, and what its result means. Used by both implementations.
+class Progress {
+public:
+    Progress(Read& read, std::shared_ptr<OpenFile> file, uint8_t* bounce, Faults& faults);
+
+    // Decides the next call; false when the read has failed already (error()).
+    bool prepare();
+    int fd() const { return file_->fd(); }
+    bool direct() const { return file_->direct(); }
+    uint8_t* target() const { return into_ + done_; }
+    size_t length() const { return length_; }
+    uint64_t position() const { return read_.chunk.offset + done_; }
+
+    // `result` is what the call returned: bytes, or a negative errno. True when another call is needed.
+    bool advance(int64_t result);
+    int error() const { return error_; }
+
+private:
+    void finish_page_buffered(uint64_t page);
+
+    Read& read_;
+    std::shared_ptr<OpenFile> file_;
+    uint8_t* into_;
+    Faults& faults_;
+    Fault fault_;
+    uint64_t done_ = 0;
+    size_t length_ = 0;
+    int error_ = 0;
+};
+
+// Page-aligned memory for one bounced chunk, made on first use.
+class Bounce {
+public:
+    ~Bounce();
+    uint8_t* get();
+
+private:
+    uint8_t* memory_ = nullptr;
+};
+
+std::unique_ptr<Drive> make_thread_drive(uint32_t depth, Files& files, Faults& faults, ReadDone done);
+// std::system_error when the kernel refuses (ENOSYS, EPERM under seccomp, ENOMEM under RLIMIT_MEMLOCK).
+std::unique_ptr<Drive> make_uring_drive(uint32_t depth, Files& files, Faults& faults, ReadDone done);
+
+}  // namespace k3::store

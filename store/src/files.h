@@ -1,0 +1,69 @@
+// The files that experts are read from: a bounded number of them open, the longest unused closed first.
+//
+// A container has one expert file per layer and root, hundreds in all, and a process may have as few as 64
+// descriptors. An open file is shared by its readers and closed when the last of them lets go. Thread-safe.
+#pragma once
+
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "memory.h"
+
+namespace k3::store {
+
+// One file, open. `fd` reads past the page cache when `direct`.
+class OpenFile {
+public:
+    OpenFile(std::string path, bool direct);  // std::system_error
+    int fd() const { return fd_.get(); }
+    bool direct() const { return direct_; }
+    // Reads through the page cache, for the rest of a page where a direct read stood still. Opened for each use.
+    ssize_t read_buffered(uint8_t* into, size_t bytes, uint64_t offset) const;
+
+private:
+    std::string path_;
+    bool direct_;
+    Fd fd_;
+};
+
+class Files {
+public:
+    explicit Files(uint32_t limit) : limit_(limit) {}
+
+    // Registers a file and opens it once to see that it can be. Returns its number. std::system_error.
+    uint32_t add(uint32_t root, const std::string& path, bool direct);
+
+    // The file, open. std::system_error.
+    std::shared_ptr<OpenFile> open(uint32_t file);
+
+    // Forget the open file, so that the next read opens whatever is at its path then.
+    void drop(uint32_t file);
+
+    // Forget them all.
+    void close();
+
+    uint32_t size() const;
+    uint32_t open_count() const;
+    uint32_t root(uint32_t file) const;
+
+private:
+    struct Entry {
+        uint32_t root;
+        std::string path;
+        bool direct;
+        std::shared_ptr<OpenFile> open;
+        std::list<uint32_t>::iterator at;  // in order_, while open
+    };
+
+    void close_beyond(size_t limit);
+
+    uint32_t limit_;
+    mutable std::mutex mutex_;
+    std::vector<Entry> entries_;
+    std::list<uint32_t> order_;  // open ones, longest unused first
+};
+
+}  // namespace k3::store

@@ -1,0 +1,157 @@
+#include "reader.h"
+
+#include <cstring>
+#include <utility>
+
+#include "xxh3.h"
+
+namespace k3::store {
+
+Reader::Reader(const ReaderOptions& options, uint32_t drives, Files& files, Faults& faults, PieceDone done)
+    : files_(files), done_(std::move(done)), backend_(options.uring ? "uring" : "threads") {
+    const auto sink = [this](Read& read, int error) { read_done(read, error); };
+    for (uint32_t i = 0; i < drives; ++i) {
+        if (backend_ == "uring") {
+            try {
+                drives_.push_back(make_uring_drive(options.depth, files, faults, sink));
+                continue;
+            } catch (const std::system_error& error) {
+                backend_ = "threads";  // nothing has been started yet: begin again
+                notice_ = std::string("io_uring cannot be used (") + error.what() + "): reading with threads";
+                drives_.clear();
+                i = static_cast<uint32_t>(-1);
+                continue;
+            }
+        }
+        drives_.push_back(make_thread_drive(options.depth, files, faults, sink));
+    }
+    try {
+        for (uint32_t i = 0; i < options.checkers; ++i) checkers_.emplace_back(&Reader::serve_checks, this);
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+void Reader::prepare(Job& job, const ExpertPlan& plan, const Files& files) const {
+    for (const PiecePlan& piece : plan.pieces) {
+        PieceRead& read = job.pieces.emplace_back();
+        read.plan = piece;
+        read.root = files.root(piece.record.file);
+    }
+    for (const Chunk& chunk : plan.chunks) {
+        PieceRead& piece = job.pieces[chunk.piece];
+        piece.reads.push_back({&job, chunk, piece.plan.record.file});
+    }
+    job.reads = plan.chunks.size();
+}
+
+void Reader::start(Job& job) {
+    // Gathered first: once the first read is queued the job may end at any moment.
+    std::vector<std::vector<Read*>> by_drive(drives_.size());
+    const bool demand = job.demand.load(std::memory_order_relaxed);
+    for (PieceRead& piece : job.pieces) {
+        piece.reads_left.store(static_cast<uint32_t>(piece.reads.size()), std::memory_order_relaxed);
+        for (Read& read : piece.reads) by_drive[piece.root].push_back(&read);
+    }
+    for (size_t i = 0; i < drives_.size(); ++i) {
+        if (!by_drive[i].empty()) drives_[i]->push(by_drive[i], demand, false);
+    }
+}
+
+void Reader::promote(Job& job) {
+    job.demand.store(true, std::memory_order_relaxed);
+    for (const auto& drive : drives_) drive->promote(&job);
+}
+
+bool Reader::try_cancel(Job& job) {
+    std::vector<std::unique_lock<std::mutex>> locks;
+    uint64_t queued = 0;
+    for (const auto& drive : drives_) {
+        locks.emplace_back(drive->mutex());
+        queued += drive->queued_of(&job);
+    }
+    if (queued != job.reads) return false;
+    for (const PieceRead& piece : job.pieces) {
+        if (piece.attempt != 1) return false;  // it waits for its second try: let it have that
+    }
+    for (const auto& drive : drives_) drive->drop(&job);
+    return true;
+}
+
+void Reader::read_done(Read& read, int error) {
+    Job& job = *read.job;
+    PieceRead& piece = piece_of(read);
+    if (error != 0) {
+        int none = 0;
+        if (piece.error.compare_exchange_strong(none, error)) piece.error_offset = read.chunk.offset;
+        drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
+    }
+    if (piece.reads_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    if (piece.error.load(std::memory_order_relaxed) == 0 && job.check) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        unchecked_.emplace_back(&job, &piece);
+        more_.notify_one();
+        return;
+    }
+    piece.outcome = piece.error.load(std::memory_order_relaxed) == 0 ? Status::ok : Status::io_error;
+    attempt_over(job, piece);
+}
+
+void Reader::serve_checks() {
+    block_signals();
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        more_.wait(lock, [this] { return stopping_ || !unchecked_.empty(); });
+        if (stopping_) return;
+        const auto [job, piece] = unchecked_.front();
+        unchecked_.pop_front();
+        lock.unlock();
+        check(*piece, *job);
+        lock.lock();
+    }
+}
+
+void Reader::check(PieceRead& piece, Job& job) {
+    const uint64_t began_ns = now_ns();
+    uint8_t digest[16];
+    xxh3_128(piece.plan.stored, piece.plan.record.stored_bytes, digest);
+    checked_bytes_.fetch_add(piece.plan.record.stored_bytes, std::memory_order_relaxed);
+    check_ns_.fetch_add(now_ns() - began_ns, std::memory_order_relaxed);
+    const bool right = std::memcmp(digest, piece.plan.record.digest, sizeof digest) == 0;
+    piece.outcome = right ? Status::ok : Status::damaged;
+    if (!right) {
+        piece.error_offset = piece.plan.record.offset;
+        drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
+    }
+    attempt_over(job, piece);
+}
+
+void Reader::attempt_over(Job& job, PieceRead& piece) {
+    if (piece.outcome == Status::ok || piece.attempt == kAttempts) {
+        done_(job, piece);
+        return;
+    }
+    ++piece.attempt;
+    piece.error.store(0, std::memory_order_relaxed);
+    piece.reads_left.store(static_cast<uint32_t>(piece.reads.size()), std::memory_order_relaxed);
+    files_.drop(piece.plan.record.file);  // it may have been replaced by a sound one meanwhile
+    Drive& drive = *drives_[piece.root];
+    drive.counters.re_reads.fetch_add(1, std::memory_order_relaxed);
+    std::vector<Read*> again;
+    for (Read& read : piece.reads) again.push_back(&read);
+    drive.push(again, job.demand.load(std::memory_order_relaxed), true);
+}
+
+void Reader::stop() {
+    for (const auto& drive : drives_) drive->stop();
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stopping_ = true;
+    }
+    more_.notify_all();
+    for (std::thread& thread : checkers_) thread.join();
+    checkers_.clear();
+}
+
+}  // namespace k3::store

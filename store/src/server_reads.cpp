@@ -1,0 +1,197 @@
+// The server's reads: from "wanted" through a flight to "landed" or failed. All under the server's lock.
+#include <algorithm>
+#include <utility>
+
+#include "server.h"
+
+namespace k3::store {
+
+// Begins to read an expert for `waiters` (which it takes); false when every slot is held.
+bool Server::take_off(Key key, Kind kind, std::vector<Waiter>& waiters) {
+    const uint32_t slot = slots_->begin(key);
+    if (slot == kNoSlot) return false;
+    const ExpertPlan plan = catalog_.plan(key, arena_.map.data() + slot * options_.slot_bytes);
+    auto made = std::make_unique<Flight>();
+    Flight& flight = *made;
+    flight.key = key;
+    flight.slot = slot;
+    flight.kind = kind;
+    flight.waiters = std::move(waiters);
+    flight.payload_at = plan.payload_at;
+    flight.demand.store(kind == Kind::demand, std::memory_order_relaxed);
+    flight.check = options_.verify == Verify::always ||
+                   (options_.verify == Verify::first && verified_.count(key) == 0);
+    reader_->prepare(flight, plan, files_);
+    flight.pieces_left = flight.pieces.size();
+    if (kind != Kind::demand) ++filling_prefetches_;
+    flights_[key] = std::move(made);
+    reader_->start(flight);
+    return true;
+}
+
+void Server::join(Flight& flight, const Waiter& waiter) {
+    flight.waiters.push_back(waiter);
+    if (flight.kind == Kind::demand) return;
+    if (flight.kind == Kind::prefetch && waiter.op == Op::lease) ++prefetch_hits_;
+    flight.kind = Kind::demand;
+    --filling_prefetches_;
+    reader_->promote(flight);
+}
+
+void Server::land_done() {
+    std::vector<std::pair<Job*, PieceRead*>> done;
+    {
+        std::lock_guard<std::mutex> lock(done_mutex_);
+        done.swap(done_);
+    }
+    for (const auto& [job, piece] : done) {
+        Flight& flight = static_cast<Flight&>(*job);
+        if (piece->outcome != Status::ok && flight.failure == nullptr) flight.failure = piece;
+        if (--flight.pieces_left > 0) continue;
+        if (flight.kind != Kind::demand) --filling_prefetches_;
+        if (flight.failure == nullptr) {
+            land(flight);
+        } else {
+            fail(flight);
+        }
+        flights_.erase(flight.key);
+    }
+}
+
+void Server::land(Flight& flight) {
+    if (flight.check && options_.verify == Verify::first) verified_.insert(flight.key);
+    slots_->filled(flight.slot, flight.payload_at);
+    if (flight.kind == Kind::prefetch) {
+        ++prefetched_;
+        const bool known = !flight.waiters.empty();
+        slots_->set_unused(flight.slot, known ? flight.waiters[0].client : 0, known ? flight.waiters[0].tag : 0);
+        unused_order_.emplace_back(flight.slot, (*slots_)[flight.slot].generation);
+    }
+    for (const Waiter& waiter : flight.waiters) {
+        Client* client = find(waiter.client);
+        if (client != nullptr) grant(*client, flight.slot, waiter);
+    }
+    slots_->let_go(flight.slot);
+}
+
+void Server::fail(Flight& flight) {
+    ++failed_;
+    const PieceRead& piece = *flight.failure;
+    slots_->failed(flight.slot);
+    for (const Waiter& waiter : flight.waiters) {
+        Client* client = find(waiter.client);
+        if (client == nullptr) continue;
+        settle(*client, waiter);
+        ++client->errors;
+        Completion completion{};
+        completion.tag = waiter.tag;
+        completion.op = static_cast<uint8_t>(waiter.op);
+        completion.status = static_cast<uint8_t>(piece.outcome);
+        completion.source = static_cast<uint8_t>(waiter.source);
+        completion.layer = flight.key.layer;
+        completion.expert = flight.key.expert;
+        completion.file = piece.plan.record.file;
+        completion.file_offset = piece.error_offset;
+        completion.error = static_cast<uint32_t>(piece.outcome == Status::io_error ? piece.error.load() : 0);
+        answer(*client, completion);
+    }
+}
+
+// A flight that has not begun and never will: its slot is free again.
+void Server::call_off(Key key) {
+    Flight& flight = *flights_.at(key);
+    if (flight.kind != Kind::demand) --filling_prefetches_;
+    slots_->failed(flight.slot);
+    flights_.erase(key);
+}
+
+void Server::retry_pending() {
+    while (!pending_.empty()) {
+        Pending& first = pending_.front();
+        if (!take_off(first.key, Kind::demand, first.waiters)) break;
+        pending_.pop_front();
+    }
+    if (pending_.empty() || !flights_.empty()) return;
+    // Nothing is under way that could free a slot: whoever holds them all must answer for it.
+    for (const Pending& item : pending_) {
+        refused_ += item.waiters.size();
+        answer_all(item.waiters, item.key, Status::busy);
+    }
+    pending_.clear();
+}
+
+// Starts prefetches as far as their share of the slots goes, one of each client in turn.
+void Server::pump_prefetches() {
+    const auto wants = [](const auto& entry) { return !entry.second->prefetches.empty(); };
+    if (std::none_of(clients_.begin(), clients_.end(), wants)) return;
+    uint32_t idle = 0;
+    while (filling_prefetches_ < prefetch_slots_ && pending_.empty() && idle <= clients_.size()) {
+        auto next = clients_.upper_bound(prefetch_turn_);
+        if (next == clients_.end()) next = clients_.begin();
+        prefetch_turn_ = next->first;
+        idle = start_prefetch(*next->second) ? 0 : idle + 1;
+    }
+}
+
+// Deals with the first prefetch that a client wants; false when there is none, or none can be started now.
+bool Server::start_prefetch(Client& client) {
+    if (client.prefetches.empty()) return false;
+    const Prefetch item = client.prefetches.front();
+    const Waiter waiter{client.id, item.tag, Op::prefetch, Source::none};
+    const bool warm = !client.has_ring;
+    bool own = false;
+    if (closing_) {
+        client.prefetches.pop_front();
+        answer_status(waiter, item.key, Status::cancelled);
+        return true;
+    }
+    if (slots_->find(item.key) != kNoSlot || pending_for(item.key) != nullptr) {
+        client.prefetches.pop_front();
+        settle(client, waiter);
+        return true;
+    }
+    if (!warm && !make_prefetch_room(client, item, own)) {
+        if (!own) return false;
+        // The share is full of what this same prefetch has brought: more of it would only push that out.
+        client.prefetches.pop_front();
+        ++client.refused;
+        ++refused_;
+        answer_status(waiter, item.key, Status::busy);
+        return true;
+    }
+    std::vector<Waiter> waiters = {waiter};
+    if (!take_off(item.key, warm ? Kind::warm : Kind::prefetch, waiters)) return false;
+    client.prefetches.pop_front();
+    return true;
+}
+
+// Prefetched experts that were never used give way, oldest first, except those of the same prefetch (`own`).
+bool Server::make_prefetch_room(const Client& client, const Prefetch& wanted, bool& own) {
+    while (filling_prefetches_ + slots_->unused() >= prefetch_slots_) {
+        if (slots_->unused() == 0) return false;
+        const auto [index, generation] = unused_order_.front();
+        const Slot& slot = (*slots_)[index];
+        if (slot.unused && slot.generation == generation) {
+            if (slot.prefetch_client == client.id && slot.prefetch_tag == wanted.tag) {
+                own = true;
+                return false;
+            }
+            if (slot.holds > 0) {
+                slots_->set_used(index);  // pinned: it counts with the pins now
+            } else {
+                slots_->drop(index);
+            }
+        }
+        unused_order_.pop_front();
+    }
+    return true;
+}
+
+Server::Pending* Server::pending_for(Key key) {
+    for (Pending& item : pending_) {
+        if (item.key == key) return &item;
+    }
+    return nullptr;
+}
+
+}  // namespace k3::store

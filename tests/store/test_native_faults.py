@@ -1,0 +1,320 @@
+"""Holds up: what a bad drive does ends in right bytes or in an error with file, offset and errno."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store.native_rig import Client, World, client_of, make_world, serving, until
+
+from k3.store.native import NativeServer
+from k3.store.ring_layout import Op, Source, Status
+
+IOS = ["threads", "uring"]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return make_world(tmp_path, roots=2)
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_an_error_that_happens_once_is_read_again(world: World, io: str) -> None:
+    with serving(world, io=io) as server, client_of(server, world) as client:
+        server.inject("error", file=1, times=1, argument=errno.EIO)
+        client.lease(0, [0])
+        roots = server.stats()["roots"]
+        assert [(root["errors"], root["re_reads"]) for root in roots] == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_a_flip_that_happens_once_is_read_again(world: World, io: str) -> None:
+    with serving(world, io=io) as server, client_of(server, world) as client:
+        server.inject("flip", file=0, times=1, seed=3)
+        client.lease(0, [0])
+        roots = server.stats()["roots"]
+        assert [(root["errors"], root["re_reads"]) for root in roots] == [(1, 1), (0, 0)]
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_an_error_that_stays_is_told_with_its_place(world: World, io: str) -> None:
+    file, offset, stored_bytes = world.places[1, 4][1]
+    with serving(world, io=io) as server, client_of(server, world) as client, client_of(server, world) as other:
+        server.inject("error", file=file, begin=offset, end=offset + stored_bytes, argument=errno.EIO)
+        server.inject("stall", times=1, argument=50)
+        client.ask(1, [4])
+        other.ask(1, [4])
+        for asked in (client, other):
+            (answer,) = asked.take(1)
+            assert answer.status == Status.IO_ERROR
+            assert (answer.file, answer.file_offset, answer.error) == (file, offset, errno.EIO)
+            assert (answer.layer, answer.expert) == (1, 4)
+        stats = server.stats()
+        assert (stats["slots"]["free"], stats["failed"]) == (16, 1)
+        client.lease(1, [5])  # its neighbours are fine
+        server.clear_faults()
+        assert client.lease(1, [4])[0].source == Source.READ
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_damage_is_told_with_its_place(world: World, io: str) -> None:
+    file, offset, _ = world.places[2, 7][0]
+    with open(world.paths[file][1], "r+b") as damaged:
+        damaged.seek(offset + 5)
+        byte = damaged.read(1)
+        damaged.seek(offset + 5)
+        damaged.write(bytes([byte[0] ^ 1]))
+    with serving(world, io=io) as server, client_of(server, world) as client:
+        client.ask(2, [7])
+        (answer,) = client.take(1)
+        assert (answer.status, answer.file, answer.file_offset) == (Status.DAMAGED, file, offset)
+        assert server.stats()["slots"]["free"] == 16
+    with serving(world, io=io, verify="never") as server, client_of(server, world) as client:
+        client.ask(2, [7])
+        assert client.take(1)[0].status == Status.OK  # as asked for: nothing was compared
+
+
+def test_verify_first_checks_an_expert_once(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=1, experts=3, payload_bytes=4096)
+    with serving(world, verify="first", slots=1, max_clients=1, quota=1) as server:
+        with client_of(server, world) as client:
+            for expert in (0, 1, 0, 1, 2):
+                client.give_back(client.lease(0, [expert]))
+        assert server.stats()["checked_bytes"] == 3 * 4096
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("short_bytes", [1, 100, 4096, 5000])
+def test_short_reads_are_gone_on_with(tmp_path: Path, io: str, direct: bool, short_bytes: int) -> None:
+    world = make_world(tmp_path, layers=1, experts=2, payload_bytes=15_000, unaligned=2)
+    with serving(world, io=io, direct=direct) as server, client_of(server, world) as client:
+        server.inject("short", argument=short_bytes, probability=0.7 if short_bytes == 1 else 1, seed=1)
+        client.lease(0, [0, 1])
+        assert server.stats()["faults"] > 2
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_a_file_that_ends_early(world: World, io: str) -> None:
+    file, offset, _ = world.places[0, 7][0]
+    os.truncate(world.paths[file][1], offset + 100)
+    with serving(world, io=io) as server, client_of(server, world) as client:
+        client.ask(0, [7])
+        (answer,) = client.take(1)
+        assert (answer.status, answer.file, answer.error) == (Status.IO_ERROR, file, errno.ENODATA)
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_a_file_that_was_replaced_by_a_sound_one_is_opened_again(world: World, io: str) -> None:
+    path = world.paths[0][1]
+    good = path.read_bytes()
+    path.write_bytes(bytes(len(good)))
+    with serving(world, io=io, open_files=1) as server, client_of(server, world) as client:
+        client.ask(0, [0])
+        assert client.take(1)[0].status == Status.DAMAGED
+        path.rename(path.with_name("bad"))
+        client.ask(0, [0])
+        (answer,) = client.take(1)
+        assert (answer.status, answer.error) == (Status.IO_ERROR, errno.ENOENT)
+        path.write_bytes(good)
+        client.lease(0, [0])
+
+
+def test_more_files_than_descriptors(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=40, experts=2, payload_bytes=500)
+    with serving(world, open_files=4, io_depth=2) as server, client_of(server, world) as client:
+        for layer in range(40):
+            client.give_back(client.lease(layer, [0, 1]))
+            assert server.stats()["open_files"] <= 4
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_a_stalled_drive_holds_up_only_what_lies_on_it(tmp_path: Path, io: str) -> None:
+    world = make_world(tmp_path, layers=2, experts=4, roots=1)
+    for number, (_, path) in enumerate(world.paths):  # one layer per drive
+        world.paths[number] = (number, path)
+    with serving(world, io=io) as server, client_of(server, world) as client:
+        server.inject("stall", file=0, argument=400, times=1)
+        began = time.monotonic()
+        client.ask(0, [0], tag=1)
+        client.ask(1, [0], tag=2)
+        first, second = client.take(2)
+        assert (first.tag, second.tag) == (2, 1)
+        assert time.monotonic() - began >= 0.4
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_faults_under_load(tmp_path: Path, io: str, seed: int) -> None:
+    """Every answer is the right bytes or an error; afterwards nothing is held, filling or lost."""
+    world = make_world(tmp_path, layers=3, experts=10, roots=2, payload_bytes=40_000)
+    with serving(world, io=io, slots=12, max_clients=3, quota=3, io_depth=3) as server:
+        server.inject("error", probability=0.1, argument=errno.EIO, seed=seed)
+        server.inject("flip", probability=0.1)
+        server.inject("short", probability=0.2, argument=5000)
+        server.inject("stall", probability=0.05, argument=1)
+        counts = {Status.OK: 0, Status.DAMAGED: 0, Status.IO_ERROR: 0}
+        failures: list[BaseException] = []
+        lock = threading.Lock()
+
+        def work(number: int) -> None:
+            try:
+                random = np.random.default_rng([seed, number])
+                with client_of(server, world) as client:
+                    for _ in range(120):
+                        experts = random.choice(10, int(random.integers(1, 4)), replace=False).tolist()
+                        client.ask(int(random.integers(3)), experts)
+                        for answer in client.take(len(experts)):
+                            with lock:
+                                counts[Status(answer.status)] += 1
+                            if answer.status == Status.OK:
+                                client.check(answer)
+                                client.give_back([answer])
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert failures == [], f"seed {seed}"
+        assert all(counts.values()), f"seed {seed}: {counts}"
+        until(lambda: server.stats()["reading"] == 0)
+        stats = server.stats()
+        assert (stats["slots"]["held"], stats["slots"]["filling"]) == (0, 0), f"seed {seed}"
+        assert stats["slots"]["free"] + stats["slots"]["cached"] == 12
+
+
+def test_without_io_uring_threads_read_and_the_log_says_so_once(tmp_path: Path) -> None:
+    """Under a seccomp filter that refuses io_uring_setup, as container runtimes have it."""
+    script = textwrap.dedent("""
+        import ctypes, errno, logging, struct, sys
+        from pathlib import Path
+        from store.native_rig import client_of, make_world, serving
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        program = b"".join(struct.pack("<HBBI", *line) for line in (
+            (0x20, 0, 0, 0),                             # load the system call's number
+            (0x15, 0, 1, 425),                           # io_uring_setup?
+            (0x06, 0, 0, 0x00050000 | errno.EPERM),      # refuse it
+            (0x06, 0, 0, 0x7FFF0000)))                   # allow everything else
+        buffer = ctypes.create_string_buffer(program)
+        header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+        assert libc.prctl(38, 1, 0, 0, 0) == 0
+        assert libc.prctl(22, 2, header, 0, 0) == 0
+        logging.basicConfig(format="%(levelname)s %(message)s")
+        world = make_world(Path(sys.argv[1]), roots=2)
+        with serving(world, io="uring") as server, client_of(server, world) as client:
+            assert server.io == "threads"
+            client.lease(0, [0, 1])
+    """)
+    tests = str(Path(__file__).parent.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60,
+        cwd=tests, env={**os.environ, "PYTHONPATH": tests},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("WARNING")]
+    assert len(lines) == 1
+    assert "io_uring cannot be used" in lines[0]
+    assert "Operation not permitted" in lines[0]
+
+
+def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        from store.native_rig import Client, make_world, serving
+        from k3.container.errors import UnsupportedError
+
+        world = make_world(Path(sys.argv[1]), layers=60, experts=2, payload_bytes=700)
+        with serving(world, io=sys.argv[2], slots=140, max_clients=64) as server:
+            clients = []
+            try:
+                while True:
+                    clients.append(Client(server, world))
+            except (UnsupportedError, OSError) as error:
+                assert "Too many open files" in str(error), error
+            assert 4 <= len(clients) < 64
+            clients.pop().close()
+            for layer in range(60):
+                for client in clients[:2]:
+                    client.give_back(client.lease(layer, [0, 1]))
+    """)
+    tests = str(Path(__file__).parent.parent)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+
+    for io in IOS:
+        folder = tmp_path / io
+        folder.mkdir()
+        result = subprocess.run(
+            [sys.executable, "-c", script, str(folder), io], capture_output=True, text=True, timeout=60,
+            cwd=tests, env={**os.environ, "PYTHONPATH": tests}, preexec_fn=limit,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+
+
+def test_a_throttled_drive_has_its_rate(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=1, experts=10, payload_bytes=1 << 20)
+    with (
+        serving(world, quota=10, slots=10, max_clients=1, io_depth=4) as server,
+        client_of(server, world) as client,
+    ):
+        server.throttle(0, 50_000_000)
+        began = time.monotonic()
+        client.ask(0, list(range(10)))
+        client.take(10)
+        took_s = time.monotonic() - began
+        assert 0.2 <= took_s < 0.4  # 10 MiB at 50 MB/s
+
+
+def test_no_descriptor_and_no_thread_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world(tmp_path, roots=3)
+
+    def count() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+    def use(io: str) -> None:
+        server: NativeServer
+        with serving(world, io=io) as server:
+            clients = [Client(server, world) for _ in range(3)]
+            for client in clients:
+                client.lease(0, [0, 1])
+            clients[0].close()
+            clients[1].ask(1, [0, 1, 2])
+        for client in clients[1:]:
+            client.close()
+
+    use("threads")
+    before = count()
+    with caplog.at_level(logging.WARNING):
+        for io in IOS * 3:
+            use(io)
+    assert count() == before
+    assert caplog.records == []
+
+
+def test_closing_in_the_middle_of_reads(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=1, experts=16, payload_bytes=300_000)
+    for io in IOS:
+        with serving(world, io=io, slots=32, quota=16, max_clients=1) as server:
+            client = Client(server, world)
+            server.inject("stall", argument=5)
+            client.ask(0, list(range(16)))
+            client.take(2)
+            client.ask(0, list(range(16)), op=Op.PREFETCH)
+        client.close()

@@ -1,0 +1,338 @@
+"""Holds up: whatever a client writes into its ring, it hurts only itself; only the daemon writes the arena."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store.native_rig import RECORD, Client, World, client_of, make_world, serving, until
+
+from k3.store import ring_layout as layout
+from k3.store.native import ClientGrant, NativeRing, NativeServer, make_memfd, seal_all, seal_future_write
+from k3.store.ring_layout import Op, Status
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return make_world(tmp_path)
+
+
+@pytest.fixture
+def server(world: World) -> Iterator[NativeServer]:
+    with serving(world, slots=32, quota=4) as running:
+        yield running
+
+
+class Raw:
+    """A ring written by hand, as a hostile client would."""
+
+    def __init__(self, server: NativeServer) -> None:
+        self.server = server
+        self.grant: ClientGrant = server.add_client("hostile")
+        self.memory = mmap.mmap(self.grant.ring_fd, layout.ring_bytes(layout.DEFAULT_ENTRIES))
+        self.tail = 0
+
+    def word(self, at: int) -> int:
+        return int.from_bytes(self.memory[at : at + 4], "little")
+
+    def set_word(self, at: int, value: int) -> None:
+        self.memory[at : at + 4] = (value % 2**32).to_bytes(4, "little")
+
+    def put(self, entry: bytes) -> None:
+        at = layout.REQUESTS_AT + self.tail % layout.DEFAULT_ENTRIES * layout.REQUEST.size
+        self.memory[at : at + len(entry)] = entry
+        self.tail += 1
+
+    def ring(self) -> None:
+        self.set_word(layout.REQUEST_TAIL_AT, self.tail)
+        self.shout()
+
+    def shout(self) -> None:
+        os.write(self.grant.request_doorbell, (1).to_bytes(8, "little"))
+
+    @property
+    def closed(self) -> bool:
+        return self.word(layout.STATE_AT) == layout.RingState.CLOSED
+
+    def close(self) -> None:
+        self.memory.close()
+        self.grant.close()
+        self.server.remove_client(self.grant.client)
+
+
+@pytest.fixture
+def raw(server: NativeServer) -> Iterator[Raw]:
+    hostile = Raw(server)
+    yield hostile
+    hostile.close()
+
+
+def test_a_sound_request_written_by_hand_is_granted(raw: Raw, world: World) -> None:
+    raw.put(layout.REQUEST.pack(7, Op.LEASE, 0, 3, 0, 0))
+    raw.ring()
+    until(lambda: raw.word(layout.COMPLETION_TAIL_AT) == 1)
+    at = layout.completions_at(layout.DEFAULT_ENTRIES)
+    fields = layout.COMPLETION.unpack(raw.memory[at : at + layout.COMPLETION.size])
+    assert fields[:6] == (7, Op.LEASE, Status.OK, layout.Source.READ, 0, 3)
+    assert fields[10] == world.payload_bytes
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        layout.REQUEST.pack(1, 0, 0, 0, 0, 0),
+        layout.REQUEST.pack(1, 7, 0, 0, 0, 0),
+        layout.REQUEST.pack(1, 255, 0, 0, 0, 0),
+        layout.REQUEST.pack(1, Op.LEASE, 0, 0, 1, 0),
+        layout.REQUEST.pack(1, Op.LEASE, 0, 0, 0, 1),
+        layout.REQUEST.pack(1, Op.RELEASE, 0, 32, 0, 0),
+        layout.REQUEST.pack(1, Op.RELEASE, 0, 2**32 - 1, 0, 0),
+        b"\0" * 8 + b"\1\1\0\0" + b"\0" * 20,
+    ],
+)
+def test_an_entry_that_makes_no_sense_ends_the_client(
+    server: NativeServer, raw: Raw, world: World, entry: bytes
+) -> None:
+    with client_of(server, world) as other:
+        held = other.lease(0, [0])
+        raw.put(layout.REQUEST.pack(1, Op.LEASE, 1, 1, 0, 0))
+        raw.put(entry)
+        raw.ring()
+        assert select.select([server.events_fd], [], [], 5)[0]
+        assert server.violations() == [raw.grant.client]
+        assert server.violations() == []
+        assert not select.select([server.events_fd], [], [], 0)[0]
+        assert raw.closed
+        until(lambda: server.stats()["slots"]["held"] == 1)  # its lease is gone, the other's is not
+        other.check(held[0])
+        last = raw.word(layout.COMPLETION_TAIL_AT) - 1
+        at = layout.completions_at(layout.DEFAULT_ENTRIES) + last * layout.COMPLETION.size
+        assert layout.COMPLETION.unpack(raw.memory[at : at + 64])[2] == Status.BAD_REQUEST
+
+
+@pytest.mark.parametrize("tail", [1025, 2**31, 2**32 - 1])
+def test_a_tail_out_of_bounds_ends_the_client(server: NativeServer, raw: Raw, tail: int) -> None:
+    raw.set_word(layout.REQUEST_TAIL_AT, tail)
+    raw.shout()
+    until(lambda: raw.closed)
+    assert server.violations() == [raw.grant.client]
+    assert raw.word(layout.REQUEST_HEAD_AT) == 0  # nothing was taken
+    assert raw.word(layout.COMPLETION_TAIL_AT) == 0
+
+
+@pytest.mark.parametrize("head", [1, 5, 2**31, 2**32 - 1025])
+def test_a_completion_head_out_of_bounds_ends_the_client(server: NativeServer, raw: Raw, head: int) -> None:
+    raw.set_word(layout.COMPLETION_HEAD_AT, head)
+    raw.put(layout.REQUEST.pack(1, Op.LEASE, 9, 9, 0, 0))
+    raw.ring()
+    until(lambda: raw.closed)
+    assert server.violations() == [raw.grant.client]
+    assert raw.word(layout.REQUEST_HEAD_AT) == 0
+
+
+def test_words_of_the_daemon_mean_nothing_to_it(raw: Raw) -> None:
+    """The daemon keeps its own copies of all that it writes."""
+    for at in (layout.MAGIC_AT, layout.ENTRIES_AT, layout.REQUEST_HEAD_AT, layout.COMPLETION_TAIL_AT):
+        raw.memory[at : at + 8] = b"\xff" * 8
+    raw.put(layout.REQUEST.pack(1, Op.LEASE, 9, 9, 0, 0))
+    raw.ring()
+    until(lambda: raw.word(layout.COMPLETION_TAIL_AT) == 1)
+    assert raw.word(layout.REQUEST_HEAD_AT) == 1
+    assert not raw.closed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_bytes_in_rings_while_others_work(server: NativeServer, world: World, seed: int) -> None:
+    """Hostile clients come and go, each writing noise of another kind; one honest client's leases stay right."""
+    random = np.random.default_rng(seed)
+    offenders: set[int] = set()
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def honest() -> None:
+        try:
+            with client_of(server, world) as client:
+                dice = np.random.default_rng(99)
+                while not stop.is_set():
+                    experts = dice.choice(8, 3, replace=False).tolist()
+                    client.give_back(client.lease(int(dice.integers(3)), experts))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=honest)
+    thread.start()
+    size = layout.ring_bytes(layout.DEFAULT_ENTRIES)
+    end = time.monotonic() + 1.5
+    rounds = 0
+    while time.monotonic() < end:
+        hostile = Raw(server)
+        for _ in range(int(random.integers(1, 6))):
+            kind = int(random.integers(4))
+            if kind == 0:  # anything anywhere
+                at = int(random.integers(size - 64))
+                hostile.memory[at : at + 64] = random.bytes(64)
+            elif kind == 1:  # any index
+                hostile.set_word(64 * int(random.integers(1, 8)), int(random.integers(2**32)))
+            elif kind == 2:  # plausible requests with numbers out of range
+                for _ in range(int(random.integers(1, 50))):
+                    op = int(random.integers(1, 7))
+                    numbers = random.integers(0, 40, 2).tolist()
+                    hostile.put(layout.REQUEST.pack(int(random.integers(9)), op, *numbers, 0, 0))
+                hostile.ring()
+            else:  # a whole ring of noise, announced
+                hostile.memory[:] = random.bytes(size)
+            hostile.shout()
+        rounds += 1
+        offenders.update(server.violations())
+        hostile.close()
+    stop.set()
+    thread.join(10)
+    assert failures == [], f"seed {seed}"
+    assert rounds > 20
+    assert offenders, f"seed {seed}: nobody was caught"
+    until(lambda: server.stats()["reading"] == 0)
+    stats = server.stats()
+    assert (stats["slots"]["held"], stats["slots"]["filling"], stats["pinned"]) == (0, 0, 0), f"seed {seed}"
+    assert stats["clients"] == []
+
+
+def test_a_client_that_makes_its_doorbells_block_stops_nobody(server: NativeServer, world: World) -> None:
+    hostile = Raw(server)
+    for fd in (hostile.grant.request_doorbell, hostile.grant.completion_doorbell):
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+    os.write(hostile.grant.request_doorbell, (2**64 - 2).to_bytes(8, "little"))
+    hostile.set_word(layout.CLIENT_ASLEEP_AT, 1)
+    with client_of(server, world) as other:
+        for _ in range(100):  # the daemon rings after each, and nobody ever reads the doorbell
+            for _ in range(100):
+                hostile.put(layout.REQUEST.pack(1, Op.LEASE, 9, 9, 0, 0))
+            hostile.set_word(layout.REQUEST_TAIL_AT, hostile.tail)
+            other.give_back(other.lease(0, [0]))  # wakes the daemon, which sees the tail too
+            until(lambda: hostile.word(layout.REQUEST_HEAD_AT) == hostile.tail)
+            hostile.set_word(layout.COMPLETION_HEAD_AT, hostile.tail)
+    assert server.violations() == []
+    hostile.close()
+
+
+def test_a_flood_of_doorbells_starves_nobody(server: NativeServer, world: World) -> None:
+    hostile = Raw(server)
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            hostile.shout()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    with client_of(server, world) as client:
+        for _ in range(200):
+            client.give_back(client.lease(0, [1, 2]))
+    stop.set()
+    thread.join(5)
+    hostile.close()
+
+
+def test_the_ring_cannot_be_resized(raw: Raw) -> None:
+    for size in (0, 4096, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(raw.grant.ring_fd, size)
+
+
+def _writable_ways(fd: int) -> Iterator[str]:
+    """Every way to write to a memfd that worked."""
+    for name, flags in (("shared", mmap.MAP_SHARED), ("shared, write only", mmap.MAP_SHARED)):
+        prot = mmap.PROT_WRITE if "only" in name else mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            mmap.mmap(fd, 4096, flags=flags, prot=prot).close()
+            yield f"mmap {name}"
+        except PermissionError:
+            pass
+    try:
+        os.pwrite(fd, b"x", 0)
+        yield "pwrite"
+    except PermissionError:
+        pass
+
+
+def test_nobody_can_write_the_arena(server: NativeServer, world: World) -> None:
+    fd = server.arena_fd
+    with client_of(server, world) as client:
+        (lease,) = client.lease(0, [0])
+        assert list(_writable_ways(fd)) == []
+        again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # opened for writing, and sealed all the same
+        assert list(_writable_ways(again)) == []
+        os.close(again)
+        for action in (lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, server.arena_bytes + 4096)):
+            with pytest.raises(PermissionError):
+                action()
+        libc = ctypes.CDLL(None, use_errno=True)
+        punch = libc.fallocate(fd, 0x03, ctypes.c_int64(0), ctypes.c_int64(4096))
+        assert (punch, ctypes.get_errno()) == (-1, errno.EPERM)
+        with pytest.raises(PermissionError):  # no seal can be added to stop the daemon's own writes
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        # A read-only mapping cannot be made writable afterwards.
+        view = mmap.mmap(fd, 4096, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        changed = libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE)
+        assert (changed, ctypes.get_errno()) == (-1, errno.EACCES)
+        client.check(lease)
+
+
+def test_memfds_are_sealed_as_promised() -> None:
+    fd = make_memfd("test", 8192)
+    writable = mmap.mmap(fd, 8192)
+    writable[:5] = b"hello"
+    seal_future_write(fd)
+    assert list(_writable_ways(fd)) == []
+    writable[:5] = b"still"  # the mapping that was there goes on
+    assert os.pread(fd, 5, 0) == b"still"
+    writable.close()
+    os.close(fd)
+    fd = make_memfd("test", 4096)
+    os.pwrite(fd, b"model", 0)
+    seal_all(fd)
+    assert list(_writable_ways(fd)) == []
+    os.close(fd)
+
+
+def test_what_is_no_ring_is_refused(server: NativeServer, world: World) -> None:
+    with client_of(server, world) as client:
+        grant = client.grant
+        doorbells = (grant.request_doorbell, grant.completion_doorbell)
+        for build, said in (
+            (lambda: make_memfd("no ring", 100), "too short"),
+            (lambda: make_memfd("no ring", 102400), "wrong magic"),
+        ):
+            fd = build()
+            with pytest.raises(ValueError, match=said):
+                NativeRing(fd, server.arena_fd, server.arena_bytes, *doorbells)
+            os.close(fd)
+        fd = make_memfd("short ring", 102400 - 4096)
+        os.pwrite(fd, layout.MAGIC + (1024).to_bytes(4, "little"), 0)
+        with pytest.raises(ValueError, match="1024 entries in 98304 bytes"):
+            NativeRing(fd, server.arena_fd, server.arena_bytes, *doorbells)
+        os.close(fd)
+        with pytest.raises(ValueError, match="the arena has"):
+            NativeRing(grant.ring_fd, server.arena_fd, server.arena_bytes + 4096, *doorbells)
+        with pytest.raises(ValueError, match="op must be"):
+            client.ring.submit(1, Op.RELEASE, 0, [0])
+
+
+def test_records_are_what_the_catalog_has() -> None:
+    assert RECORD.size == 48
+
+
+def test_names_of_clients_are_only_names(server: NativeServer, world: World) -> None:
+    client = Client(server, world, "x" * 64)
+    assert server.stats()["clients"][0]["name"] == "x" * 64
+    client.close()
