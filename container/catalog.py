@@ -27,6 +27,8 @@ from k3.container.manifest import DataFile
 _DATABASES = (b"files", b"layers", b"experts", b"tensors")
 _SPARE_BYTES = 1 << 20
 
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
+
 _mapped: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 _mapped_lock = threading.Lock()
 """Catalogs that are open, by device and inode: LMDB maps a file once per process, so readers share the map."""
@@ -151,6 +153,8 @@ def _write_catalog(
 def lmdb_error(problem: str, error: lmdb.Error, path: Path) -> K3Error:
     """The typed error for what LMDB could not do with a file; a full drive gets its own class."""
     number = getattr(error, "code", None)
+    if number is None:  # py-lmdb before 1.6 tells the number in words only
+        number = next((n for n in _REFUSALS if str(error).endswith(os.strerror(n))), None)
     if isinstance(number, int) and number > 0:
         if number == errno.EIO and _is_full(path):
             number = errno.ENOSPC  # LMDB says EIO when a write came out short

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import click
 from tqdm import tqdm
 
-from k3.container.errors import EXIT_CODE_HELP, ExitCode, K3Error
+from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error
 
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*$", re.IGNORECASE | re.ASCII)
 _JSON_INTERVAL_S = 1.0
@@ -108,6 +108,10 @@ def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | 
         return int(ExitCode.INTERRUPTED)
     except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
         raise
+    except OSError as error:  # whatever the rooms have not put into better words
+        refused = DriveError(f"the system refused: {error.strerror or error}", path=error.filename)
+        report_error(refused, as_json=as_json)
+        return int(refused.exit_code)
     except Exception:  # a fault of ours: shown whole, and not with the exit status of damaged bytes
         traceback.print_exc()
         return int(ExitCode.INTERNAL)

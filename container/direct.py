@@ -59,12 +59,15 @@ def span_bytes(offset: int, length: int) -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and creations inside a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Make renames and creations inside a directory durable. DriveError when the drive reports a fault."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise drive_error("cannot make the directory durable", error, path) from error
 
 
 def drive_error(problem: str, error: OSError, path: Path, offset: int | None = None) -> DriveError:

@@ -17,6 +17,9 @@ from pathlib import Path
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
+UNLIMITED_BYTES = 1 << 60
+"""Cgroups of version 1 have no word for "no limit": they say a number close to 2^63."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -75,7 +78,7 @@ def _ancestors(base: Path, path: str, limit_name: str, usage_name: str, cache_ke
     inner = base / path.lstrip("/")
     for directory in (inner, *inner.parents):
         limit, usage = _number(directory / limit_name), _number(directory / usage_name)
-        if limit is not None and usage is not None:
+        if limit is not None and usage is not None and limit < UNLIMITED_BYTES:
             cache_bytes = _stat(directory / "memory.stat", cache_key)
             free_bytes = limit - usage + min(cache_bytes, usage)
             yield Limit(free_bytes, f"the memory limit of cgroup {directory} ({gb(limit)})")

@@ -107,19 +107,9 @@ class Container:
     def read_tensor(self, name: str) -> EncodedTensor:
         """A dense tensor, digest-checked. KeyError when there is none; DamageError or DriveError otherwise."""
         entry = self._tensors[name]
+        scales = None if entry.scales is None else self._read(entry.scales, name)
         weights = self._read(entry.weights, name)
-        rows = entry.shape[0] if entry.shape else 1
-        scales = None
-        if entry.encoding in (Encoding.INT8, Encoding.INT4):
-            assert entry.scales is not None
-            data: npt.NDArray[Any] = weights.reshape(rows, -1)
-            flat = self._read(entry.scales, name).view(np.float32)
-            scales = flat if entry.encoding is Encoding.INT8 else flat.reshape(rows, -1)
-        elif entry.encoding is Encoding.F32:
-            data = weights.view(np.float32).reshape(entry.shape)
-        else:
-            data = weights.view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
-        return EncodedTensor(name, entry.encoding, entry.dtype, entry.shape, data, scales)
+        return encoded_tensor(name, entry.encoding, entry.dtype, entry.shape, weights, scales)
 
     def expert_layers(self) -> Sequence[int]:
         """0-based layers that have routed experts, ascending."""
@@ -152,7 +142,7 @@ class Container:
 
     def extent(self, item: CatalogExtent) -> Extent:
         """A catalogued extent with its file resolved. ContainerError when there is no such file."""
-        if item.file >= len(self._paths):
+        if not 0 <= item.file < len(self._paths):
             raise ContainerError(f"catalog points into file {item.file}, which does not exist", path=self.home)
         return Extent(self._paths[item.file], item.offset, item.payload_bytes, item.stored_bytes, item.digest)
 
@@ -177,6 +167,29 @@ class Container:
                 advice="Run k3-verify, then repack the damaged file from the source",
             )  # fmt: skip
         return stored[: item.payload_bytes]
+
+
+def encoded_tensor(
+    name: str,
+    encoding: Encoding,
+    dtype: str,
+    shape: tuple[int, ...],
+    weights: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.uint8] | None,
+) -> EncodedTensor:
+    """A dense tensor over the payload bytes that a container holds for it, without copying them."""
+    rows = shape[0] if shape else 1
+    numbers = None
+    if encoding in (Encoding.INT8, Encoding.INT4):
+        assert scales is not None
+        data: npt.NDArray[Any] = weights.reshape(rows, -1)
+        flat = scales.view(np.float32)
+        numbers = flat if encoding is Encoding.INT8 else flat.reshape(rows, -1)
+    elif encoding is Encoding.F32:
+        data = weights.view(np.float32).reshape(shape)
+    else:
+        data = weights.view(NUMPY_DTYPES[dtype]).reshape(shape)
+    return EncodedTensor(name, encoding, dtype, shape, data, numbers)
 
 
 def read_manifest(home: Path) -> Manifest:

@@ -52,6 +52,7 @@ class Snapshot:
         self._text = text_config(files.config, files.config_path)
         self._layers = None if layers is None else frozenset(layers)
         self._shards: list[Shard] = []
+        self._shard_tuple: tuple[Shard, ...] = ()
         self._plain: dict[str, SourceTensor] = {}  # dense and vision
         form = (recipe, self._layers and sorted(self._layers), json.dumps(files.config, sort_keys=True))
         self._digest = xxhash.xxh3_128(repr(form).encode())
@@ -89,7 +90,7 @@ class Snapshot:
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The shards by name; `SourceTensor.shard` counts in them."""
-        return tuple(self._shards)
+        return self._shard_tuple
 
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
@@ -136,8 +137,9 @@ class Snapshot:
     def identity(self) -> str:
         """Digest of config.json, recipe, headers, sizes, published digests and a few sampled bytes per shard.
 
-        Equal for the same files in other places; differs for other weights of the same shape, unless they
-        agree in all samples. No proof of the bytes: that is the digests of a container.
+        Equal for the same files in other directories (a download cache, which knows the published digests,
+        and a plain copy of it differ); differs for other weights of the same shape, unless they agree in all
+        samples. No proof of the bytes: that is the digests of a container.
         """
         return f"snapshot:{self._digest.hexdigest()}"
 
@@ -223,6 +225,7 @@ class Snapshot:
         if check is not None:
             self._files.warnings += check.finish()
         self._experts = census.tables(checks.count(self._text, "num_experts", self._files.config_path))
+        self._shard_tuple = tuple(self._shards)
         self._tensors = TensorTable(self._plain, self._experts)
         self._vision = tuple(sorted(vision))
         self._dense = tuple(execution_order(dense))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -109,6 +109,11 @@ class _Display(Watcher):
             self._progress = None
 
 
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """End like Ctrl-C, also where that is ignored (a job that a script has put into the background)."""
+    raise KeyboardInterrupt
+
+
 @click.command(epilog=exit_code_help(_CODES))
 @click.argument("snapshot", type=click.Path(path_type=Path))
 @click.argument("container", type=click.Path(path_type=Path))
@@ -160,7 +165,7 @@ def main(
         recipe=Recipe(int(bits), int(mla_bits), int(head_bits)), in_place=in_place, layers=layers,
         direct=direct, bytes_per_s=bwlimit, verify_full=verify,
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     body: Callable[[], int | None]
     if plan_only:
         body, interrupted = lambda: _print_plan(request, as_json), "nothing was written"
@@ -275,7 +280,8 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
                 if f.kind != "source"
             ],
             drives=[{**asdict(need), "missing_bytes": need.missing_bytes} for need in needs],
-            shares=list(shares), shares_assumed=assumed, skipped=list(snapshot.vision),
+            shares=[root.share for root in plan.roots if root.kind != "source"], shares_assumed=assumed,
+            skipped=list(snapshot.vision),
             unknown=list(snapshot.unknown), seconds=expected.seconds, warnings=list(snapshot.warnings),
         )  # fmt: skip
     else:

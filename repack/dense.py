@@ -141,7 +141,7 @@ class DenseSink:
             except kernels.NonFiniteError as error:
                 row = self._rows_done + error.row
                 raise QuantizeError(
-                    f"weight [{row}, {error.column}] is {error.value}, which has no quantized form",
+                    f"the weight in row {row}, column {error.column} is {error.value}: it has no quantized form",
                     path=self._path,
                     tensor=source.name,
                     offset=source.offset + (row * source.shape[1] + error.column) * np.dtype(dtype).itemsize,

@@ -7,22 +7,25 @@ for something else is refused. LMDB commits are atomic: a kill leaves the state 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
-from k3.container.direct import drive_error
-from k3.container.errors import DamageError, ResumeError, SpaceError
+from k3.container.catalog import lmdb_error, refuse_cut_map
+from k3.container.errors import DamageError, K3Error, ResumeError
 from k3.container.keys import ExpertKey
 from k3.container.layout import DIGEST_BYTES, EXPERT_KEY, NUMBER_KEY
 
 _DATABASES = (b"request", b"experts", b"tensors", b"shards")
 _REQUEST_KEY = b"request"
+_START_ANEW = "Remove the unfinished container and repack again; the source is untouched"
 _MAP_BYTES = 1 << 30  # address space only; a full K3 journal holds about 12 MB
 
 
@@ -51,24 +54,28 @@ class Journal:
             self._environment = lmdb.open(
                 os.fspath(path), subdir=False, lock=False, max_dbs=len(_DATABASES), map_size=_MAP_BYTES
             )
-            self._databases = {name: self._environment.open_db(name) for name in _DATABASES}
         except lmdb.Error as error:
             raise self._trouble("cannot open the journal", error) from error
-        self.request = self._load()
+        try:
+            refuse_cut_map(self._environment, path)
+            self._databases = {name: self._environment.open_db(name) for name in _DATABASES}
+            self.request = self._load()
+        except lmdb.Error as error:
+            self.close()
+            raise self._trouble("cannot open the journal", error) from error
+        except DamageError as error:
+            self.close()
+            error.advice = _START_ANEW
+            raise
+        except (ValueError, TypeError, struct.error) as error:
+            self.close()
+            raise DamageError(f"the journal is damaged: {error}", path=path, advice=_START_ANEW) from error
 
-    def _trouble(self, problem: str, error: lmdb.Error) -> Exception:
-        code = error.args[0] if error.args else ""
-        if isinstance(error, lmdb.DiskError) or "No space" in str(code):
-            return SpaceError(f"{problem}: {code}", path=self.path, advice="Free space and run the command again")
-        if isinstance(error, (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError)):
-            return DamageError(
-                f"{problem}: {code}", path=self.path,
-                advice="Remove the unfinished container and repack again; the source is untouched",
-            )  # fmt: skip
-        number = getattr(error, "code", None)
-        if isinstance(number, int) and number > 0:
-            return drive_error(problem, OSError(number, os.strerror(number)), self.path)
-        return DamageError(f"{problem}: {code}", path=self.path)
+    def _trouble(self, problem: str, error: lmdb.Error) -> K3Error:
+        found = lmdb_error(problem, error, self.path)
+        if isinstance(found, DamageError):
+            found.advice = _START_ANEW
+        return found
 
     def _load(self) -> dict[str, Any] | None:
         with self._environment.begin() as transaction:
@@ -81,12 +88,21 @@ class Journal:
             stored = transaction.get(_REQUEST_KEY, db=self._databases[b"request"])
         return None if stored is None else dict(json.loads(stored))
 
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[Any]:
+        """A write transaction: all of it becomes durable, or nothing. SpaceError or DriveError if it cannot."""
+        try:
+            with self._environment.begin(write=True) as transaction:
+                yield transaction
+        except lmdb.Error as error:
+            raise self._trouble("cannot write the journal", error) from error
+
     def begin(self, request: Mapping[str, Any]) -> bool:
         """Bind the journal to a request. True when it continues one; ResumeError names what differs."""
         if self.request is None:
-            self.request = dict(request)
-            with self._environment.begin(write=True) as transaction:
+            with self._write() as transaction:
                 transaction.put(_REQUEST_KEY, json.dumps(request).encode(), db=self._databases[b"request"])
+            self.request = dict(request)
             return False
         before = self.request
         now = json.loads(json.dumps(request))
@@ -109,31 +125,32 @@ class Journal:
         shards: Mapping[str, ShardRecord],
     ) -> None:
         """Record units and shards whose bytes are durable."""
-        try:
-            with self._environment.begin(write=True) as transaction:
-                for key, digests in experts.items():
-                    packed = EXPERT_KEY.pack(key.layer, key.expert)
-                    transaction.put(packed, b"".join(digests), db=self._databases[b"experts"])
-                for position, digests in tensors.items():
-                    transaction.put(NUMBER_KEY.pack(position), b"".join(digests), db=self._databases[b"tensors"])
-                for name, record in shards.items():
-                    value = {"sha256": record.sha256, "size_bytes": record.size_bytes, "mtime_ns": record.mtime_ns}
-                    transaction.put(name.encode(), json.dumps(value).encode(), db=self._databases[b"shards"])
-        except lmdb.Error as error:
-            raise self._trouble("cannot write the journal", error) from error
+        with self._write() as transaction:
+            for key, digests in experts.items():
+                packed = EXPERT_KEY.pack(key.layer, key.expert)
+                transaction.put(packed, b"".join(digests), db=self._databases[b"experts"])
+            for position, digests in tensors.items():
+                transaction.put(NUMBER_KEY.pack(position), b"".join(digests), db=self._databases[b"tensors"])
+            for name, record in shards.items():
+                value = {"sha256": record.sha256, "size_bytes": record.size_bytes, "mtime_ns": record.mtime_ns}
+                transaction.put(name.encode(), json.dumps(value).encode(), db=self._databases[b"shards"])
         self.experts.update(experts)
         self.tensors.update(tensors)
         self.shards.update(shards)
 
-    def forget(self, experts: list[ExpertKey], tensors: list[int]) -> None:
-        """Strike out units that a re-check found damaged."""
-        with self._environment.begin(write=True) as transaction:
+    def forget(self, experts: Iterable[ExpertKey], tensors: Iterable[int]) -> None:
+        """Strike out units that cannot be trusted; those that are not there are no matter."""
+        experts = [key for key in experts if key in self.experts]
+        tensors = [position for position in tensors if position in self.tensors]
+        with self._write() as transaction:
             for key in experts:
                 transaction.delete(EXPERT_KEY.pack(key.layer, key.expert), db=self._databases[b"experts"])
-                del self.experts[key]
             for position in tensors:
                 transaction.delete(NUMBER_KEY.pack(position), db=self._databases[b"tensors"])
-                del self.tensors[position]
+        for key in experts:
+            del self.experts[key]
+        for position in tensors:
+            del self.tensors[position]
 
     def close(self) -> None:
         """Close the file."""

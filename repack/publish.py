@@ -105,7 +105,7 @@ def publish(plan: Plan, directories: Mapping[int, Path], journal: Journal, probe
     quantization = {
         "bits": plan.recipe.bits, "mla_bits": plan.recipe.mla_bits, "head_bits": plan.recipe.head_bits
     }  # fmt: skip
-    layers = _ranges(plan)
+    layers = layer_ranges(plan)
     kinds = [(root.kind, root.share) for root in plan.roots]
     container = checksum.container_uuid(content_identity(shards, quantization, layers, kinds))
     roots = _write_roots(plan, directories, container, probes)
@@ -228,7 +228,7 @@ def _name(value: object) -> str | None:
     return value if isinstance(value, str) and value.isprintable() else None
 
 
-def _ranges(plan: Plan) -> tuple[tuple[int, int], ...]:
+def layer_ranges(plan: Plan) -> tuple[tuple[int, int], ...]:
     """The decoder layers that are there, as inclusive ranges."""
     present = sorted({*plan.layers, *(n for t in plan.tensors if (n := layer_of(t.source.name)) is not None)})
     ranges: list[tuple[int, int]] = []

@@ -50,7 +50,8 @@ def recheck(
     bad_experts: list[ExpertKey] = []
     bad_tensors: list[int] = []
     good = checked_bytes = 0
-    with ThreadPoolExecutor(READERS, "recheck") as pool:
+    pool = ThreadPoolExecutor(READERS, "recheck")
+    try:
 
         def check(unit: tuple[ExpertKey | int, tuple[Span, ...], tuple[bytes, ...]]) -> bool:
             _, spans, digests = unit
@@ -71,6 +72,8 @@ def recheck(
                 bad_experts.append(key)
             else:
                 bad_tensors.append(key)
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted run does not read on
     return Recheck(good, checked_bytes, tuple(bad_experts), tuple(bad_tensors))
 
 

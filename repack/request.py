@@ -46,6 +46,11 @@ class RepackRequest:
 
     def check_places(self, snapshot_directories: Sequence[Path]) -> None:
         """Refuse destinations inside the source and the reverse: a container never touches its source."""
+        for place in (*self.root_directories(), *snapshot_directories):
+            try:
+                str(place.resolve()).encode()
+            except UnicodeEncodeError:
+                raise SourceError("the path is not text, so no manifest can name it", path=place) from None
         for target in self.root_directories():
             resolved = target.resolve()
             for source in snapshot_directories:

@@ -9,26 +9,37 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from os.path import lexists
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from k3.container import checksum
 from k3.container.direct import drive_error, sync_directory
-from k3.container.errors import NotAContainerError, ResumeError, ShardError
-from k3.container.layout import EXPERTS_DIRECTORY, JOURNAL_NAME, MANIFEST_NAME, PARTIAL_SUFFIX
+from k3.container.errors import K3Error, NotAContainerError, ResumeError, ShardError
+from k3.container.layout import (
+    EXPERTS_DIRECTORY,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    RESERVED_NAMES,
+    ROOT_NAME,
+)
 from k3.container.manifest import Manifest
 from k3.container.reader import Container, read_manifest
+from k3.container.regular_file import RegularFile
 from k3.container.snapshot import Snapshot
 from k3.repack.assemble import Assembler
 from k3.repack.compare import Comparison, compare_with_source
 from k3.repack.journal import Journal, ShardRecord
+from k3.repack.likeness import first_unlike
 from k3.repack.plan import Plan
 from k3.repack.preflight import check_space, drive_needs
 from k3.repack.probe import drive_rate, shares_from_rates
-from k3.repack.publish import finish_data_files, publish, remove_journal
+from k3.repack.publish import finish_data_files, layer_ranges, publish, remove_journal, small_files
 from k3.repack.recheck import Recheck, journalled_bytes, recheck
 from k3.repack.request import RepackRequest
 from k3.repack.shard_stream import ShardStreamer
@@ -66,22 +77,31 @@ class RepackResult:
 
 
 class _Lock(AbstractContextManager[None]):
-    """One repack at a time per home directory; released by the kernel whatever happens to the process."""
+    """One repack at a time per directory; released by the kernel whatever happens to the process."""
 
-    def __init__(self, home: Path) -> None:
-        self._fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._fd)
-            raise ResumeError(
-                "another k3-repack is working on this container", path=home, advice="Wait for it to end"
-            ) from None
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._fds: list[int] = []
+        for directory in directories:
+            try:
+                self._fds.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                fcntl.flock(self._fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self.close()
+                if not isinstance(error, BlockingIOError):
+                    raise drive_error("cannot lock the directory", error, directory) from error
+                raise ResumeError(
+                    "another k3-repack is working in this directory", path=directory, advice="Wait for it to end"
+                ) from None
+
+    def close(self) -> None:
+        """Give the locks back."""
+        while self._fds:
+            os.close(self._fds.pop())
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._fd)
+        self.close()
 
 
 def open_source(request: RepackRequest) -> Snapshot:
@@ -115,10 +135,10 @@ def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
         watcher.note(warning)
     if (request.home / MANIFEST_NAME).exists():
         return _already_complete(request, snapshot)
-    _refuse_foreign_files(request)
+    _refuse_foreign_files(request, snapshot)
     made = _make_directories(request)
     try:
-        with _Lock(request.home):
+        with _Lock(request.root_directories()):
             return _repack_locked(request, snapshot, watcher)
     finally:
         # A run that was refused before its journal existed leaves no empty directories behind.
@@ -176,7 +196,7 @@ def _stream(
     plan: Plan, directories: Mapping[int, Path], journal: Journal, request: RepackRequest, watcher: Watcher
 ) -> tuple[int, int]:
     """Stream every shard that still has something to give; returns bytes read and bytes written."""
-    todo = [n for n in range(len(plan.snapshot.shards)) if not _is_done(plan, journal, n)]
+    todo = _shards_to_read(plan, journal)
     read_bytes = sum(plan.snapshot.shards[number].size_bytes for number in todo)
     watcher.phase("repacking", read_bytes)
     destination = WriteDestination(plan, directories, journal, direct=request.direct)
@@ -191,6 +211,9 @@ def _stream(
             if unfinished := assembler.unfinished():
                 key = unfinished[0]
                 raise ShardError("source ended inside an expert", layer=key.layer, expert=key.expert)
+        except (KeyboardInterrupt, K3Error):
+            destination.save()
+            raise
         finally:
             assembler.close()
             destination.close()
@@ -210,7 +233,7 @@ def _stream_shard(
 ) -> None:
     shard = plan.snapshot.shards[number]
     watcher.item(shard.name)
-    before = shard.path.stat()
+    before = _status(shard.path)
     sha256 = hashlib.sha256()
     assembler.shard(number, sha256, watcher.advance)
     digest = sha256.hexdigest()
@@ -223,36 +246,70 @@ def _stream_shard(
     if problem is not None:
         destination.drain()
         keys, positions = plan.shard_units(number)
-        journal.forget([k for k in keys if k in journal.experts], [p for p in positions if p in journal.tensors])
+        journal.forget(keys, positions)
         raise ShardError(
             problem, path=shard.path, advice="The file is damaged or another one: fetch it again, then run again"
         )
     destination.shard(shard.name, ShardRecord(digest, before.st_size, before.st_mtime_ns))
 
 
+def _shards_to_read(plan: Plan, journal: Journal) -> list[int]:
+    """Shards that have something to give, and those that share an expert with one of them.
+
+    An expert can be checked only as a whole: with a part of it from this run and the rest from an earlier one,
+    nothing would tell whether the source has changed between them.
+    """
+    shards = range(len(plan.snapshot.shards))
+    todo = {number for number in shards if not _is_done(plan, journal, number)}
+    if len(todo) in (0, len(shards)):
+        return sorted(todo)
+    experts = {number: plan.shard_units(number)[0] for number in shards}
+    more = todo
+    while more:
+        touched = set().union(*(experts[number] for number in more))
+        more = {number for number in shards if number not in todo and experts[number] & touched}
+        todo |= more
+    return sorted(todo)
+
+
 def _is_done(plan: Plan, journal: Journal, number: int) -> bool:
     """Whether a shard need not be read again: unchanged, hashed, and all it gives is durable."""
     shard = plan.snapshot.shards[number]
     record = journal.shards.get(shard.name)
-    status = shard.path.stat()
+    status = _status(shard.path)
     if record is None or (record.size_bytes, record.mtime_ns) != (status.st_size, status.st_mtime_ns):
         return False
     keys, positions = plan.shard_units(number)
     return keys <= journal.experts.keys() and positions <= journal.tensors.keys()
 
 
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise drive_error("cannot look at", error, path) from error
+
+
 def _resume(
     plan: Plan, directories: Mapping[int, Path], journal: Journal, request: RepackRequest, watcher: Watcher
 ) -> Recheck:
+    _forget_unproven(plan, journal)
     total = journalled_bytes(plan, journal)
     watcher.note(f"continuing an unfinished repack: {total / 1e9:.2f} GB are there and are read back first")
     watcher.phase("re-checking", total)
     result = recheck(plan, directories, journal, direct=request.direct, on_bytes=watcher.advance)
     if bad := len(result.bad_experts) + len(result.bad_tensors):
         watcher.note(f"{bad} of {bad + result.good_units} units did not match their digests and are made again")
-        journal.forget(list(result.bad_experts), list(result.bad_tensors))
+        journal.forget(result.bad_experts, result.bad_tensors)
     _reopen_incomplete(plan, directories, journal)
     return result
+
+
+def _forget_unproven(plan: Plan, journal: Journal) -> None:
+    """Drop what came from a shard whose published digest was not reached: the shard may be repaired by now."""
+    for number, shard in enumerate(plan.snapshot.shards):
+        if shard.blob_sha256 is not None and shard.name not in journal.shards:
+            journal.forget(*plan.shard_units(number))
 
 
 def _reopen_incomplete(plan: Plan, directories: Mapping[int, Path], journal: Journal) -> None:
@@ -315,8 +372,8 @@ def _request_record(
 ) -> dict[str, Any]:
     """What a resumed run must have in common with the first one."""
     return {
-        "source": snapshot.identity,
-        "shards": [[shard.name, shard.size_bytes] for shard in snapshot.shards],
+        "source": _source_record(snapshot),
+        "shards": [[shard.name, shard.size_bytes, shard.blob_sha256] for shard in snapshot.shards],
         "bits": request.recipe.bits,
         "mla_bits": request.recipe.mla_bits,
         "head_bits": request.recipe.head_bits,
@@ -330,21 +387,40 @@ def _request_record(
     }
 
 
+def _source_record(snapshot: Snapshot) -> str:
+    """What a source must still be when a run goes on.
+
+    Shards with a published digest prove themselves when they are read; one of them may have been repaired since.
+    Then only the headers, from which everything is planned, must be the same.
+    """
+    if any(shard.blob_sha256 is None for shard in snapshot.shards):
+        return snapshot.identity
+    headers = checksum.Hasher()
+    for shard in snapshot.shards:
+        with RegularFile(shard.path) as file:
+            headers.update(file.read(0, shard.header_bytes))
+    return f"headers:{headers.hexdigest()}"
+
+
 def _already_complete(request: RepackRequest, snapshot: Snapshot) -> RepackResult:
     """A finished container: fine if it is the one asked for, refused with the difference otherwise."""
     manifest = read_manifest(request.home)
     recipe = request.recipe
-    asked = {
+    plan = plan_for(
+        request, snapshot, request.root_shares(request.shares or (1,) * len(request.drives or (None,)))
+    )
+    asked: dict[str, Any] = {
         "bits": recipe.bits, "mla_bits": recipe.mla_bits, "head_bits": recipe.head_bits,
         "in_place": request.in_place,
         "shards": [[shard.name, shard.size_bytes] for shard in snapshot.shards],
-        "directories": len(root_directories(request, plan_for(request, snapshot, _any_shares(request)))),
+        "directories": len(plan.roots), "layers": layer_ranges(plan),
     }  # fmt: skip
-    there = {
+    there: dict[str, Any] = {
         **manifest.quantization,
         "in_place": _is_in_place(manifest),
         "shards": [[shard.name, shard.bytes] for shard in manifest.source],
         "directories": len(manifest.roots),
+        "layers": manifest.geometry.layers,
     }
     if request.shares is not None and not request.in_place:
         asked["shares"], there["shares"] = list(request.root_shares(request.shares)), list(manifest.shares)
@@ -353,37 +429,60 @@ def _already_complete(request: RepackRequest, snapshot: Snapshot) -> RepackResul
         if shard.blob_sha256 is not None and published.get(shard.name, shard.blob_sha256) != shard.blob_sha256:
             asked[f"sha256 of {shard.name}"] = shard.blob_sha256
             there[f"sha256 of {shard.name}"] = published[shard.name]
-    differing = [key for key in asked if asked[key] != there[key]]
-    if differing:
-        details = "; ".join(f"{key}: {there[key]!r} there, {asked[key]!r} asked for" for key in differing)
+    if any(asked[key] != there[key] for key in asked):
+        raise _other_parameters(request, asked, there)
+    container = Container.open(request.home, (*request.root_directories()[1:], *snapshot.directories))
+    try:
+        unlike = first_unlike(container, snapshot)
+    finally:
+        container.close()
+    if unlike is not None:
         raise ResumeError(
-            f"a finished container with other parameters is here: {details[:1000]}",
+            f"a finished container of another source is here: {unlike} differs from the snapshot's",
             path=request.home,
             advice="Choose another directory; a finished container is never changed",
         )
+    if not request.in_place:
+        asked = {f"root {n}": str(path.resolve()) for n, path in enumerate(request.root_directories())}
+        there = {f"root {located.number}": str(located.directory.resolve()) for located in container.roots}
+        if asked != there:
+            raise _other_parameters(request, asked, there)
     (request.home / JOURNAL_NAME).unlink(missing_ok=True)
     return RepackResult(manifest, 0, 0, None, already_complete=True)
 
 
-def _any_shares(request: RepackRequest) -> tuple[int, ...]:
-    return request.root_shares(request.shares or (1,) * len(request.drives or (request.home,)))
+def _other_parameters(request: RepackRequest, asked: Mapping[str, Any], there: Mapping[str, Any]) -> ResumeError:
+    details = "; ".join(
+        f"{key}: {there[key]!r} there, {asked[key]!r} asked for" for key in asked if asked[key] != there[key]
+    )
+    return ResumeError(
+        f"a finished container with other parameters is here: {details[:1000]}",
+        path=request.home,
+        advice="Choose another directory; a finished container is never changed",
+    )
 
 
 def _is_in_place(manifest: Manifest) -> bool:
     return any(root.kind == "source" for root in manifest.roots)
 
 
-def _refuse_foreign_files(request: RepackRequest) -> None:
-    """Data files without a journal are somebody else's: never overwritten."""
+def _refuse_foreign_files(request: RepackRequest, snapshot: Snapshot) -> None:
+    """Files that the run would write over, without a journal: they are somebody else's."""
     if (request.home / JOURNAL_NAME).exists():
         return
     for directory in request.root_directories():
         if directory.exists() and not directory.is_dir():
             raise NotAContainerError("the destination is not a directory", path=directory)
+        ours = {ROOT_NAME}
+        if directory == request.home:
+            ours |= {*RESERVED_NAMES, *(name for name, _ in small_files(snapshot))} - {EXPERTS_DIRECTORY}
+        there = [name for name in ours | {name + PARTIAL_SUFFIX for name in ours} if lexists(directory / name)]
         experts = directory / EXPERTS_DIRECTORY
-        if (experts.is_dir() and any(experts.iterdir())) or (directory / "config.json").exists():
+        if experts.is_dir():
+            there += [f"{EXPERTS_DIRECTORY}/{path.name}" for path in experts.iterdir()]
+        if there:
             raise NotAContainerError(
-                "the directory holds files that belong to no unfinished repack of this home",
+                f"the directory holds {min(there)}, which belongs to no unfinished repack of this home",
                 path=directory,
                 advice="Choose an empty directory, or remove what is there yourself",
             )
@@ -400,6 +499,7 @@ def _make_directories(request: RepackRequest) -> list[Path]:
         for place in reversed(missing):
             try:
                 place.mkdir()
+                sync_directory(place.parent)
             except OSError as error:
                 raise drive_error("cannot make the directory", error, place) from error
             made.append(place)

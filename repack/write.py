@@ -7,6 +7,7 @@ compared, so that a source that changed between two runs is found.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from k3.repack.buffers import BufferPool
 from k3.repack.journal import Journal, ShardRecord
 from k3.repack.plan import Plan, PlannedTensor, Span
 
-COMMIT_BYTES = 2 << 30
+COMMIT_BYTES = 1 << 30
 WRITERS_PER_ROOT = 2
 OPEN_FILES_MAX = 24
 
@@ -116,6 +117,11 @@ class WriteDestination:
         """A shard was read to its end; recorded with the next commit."""
         self._shards[name] = record
 
+    def save(self) -> None:
+        """Journal what is complete before the run ends early; what cannot be saved will be made again."""
+        with contextlib.suppress(K3Error):  # the error that ends the run is on its way already
+            self.drain()
+
     def close(self) -> None:
         """Wait for writes under way and close the files; what is not journalled by now is written again."""
         for pool in self._pools.values():
@@ -180,13 +186,8 @@ class WriteDestination:
         """Start making the units handed over so far durable; one commit at a time, beside the streaming."""
         if self._commit is not None:
             self._commit.result()
-        waiting, self._waiting = self._waiting, []
-        experts, self._experts = self._experts, {}
-        tensors, self._tensors = self._tensors, {}
-        shards, self._shards = self._shards, {}
+        waiting, experts, tensors, shards = self._waiting, self._experts, self._tensors, self._shards
         files = [self._files[number] for number in sorted(self._dirty)]
-        self._dirty = set()
-        self._since_commit_bytes = 0
 
         def work() -> None:
             for future in waiting:
@@ -196,3 +197,7 @@ class WriteDestination:
             self._journal.commit(experts, tensors, shards)
 
         self._commit = self._committer.submit(work)
+        # Only now: an interrupt before this line leaves everything to be committed once more, which is harmless.
+        self._waiting, self._experts, self._tensors, self._shards = [], {}, {}, {}
+        self._dirty = set()
+        self._since_commit_bytes = 0

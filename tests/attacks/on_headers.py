@@ -225,6 +225,12 @@ _entry(
     "more elements",
     {"shape": [2**62, 8, 0]},
 )
+_entry(
+    "shape_overflow_behind_zero",
+    "The same with the zero in front.",
+    "more elements",
+    {"shape": [0, 2**62, 8], "data_offsets": [0, 0]},
+)
 _entry("shape_enormous", "A size beyond all integers.", "more elements", {"shape": [10**300]})
 
 for _name, _offsets in (
@@ -235,6 +241,7 @@ for _name, _offsets in (
     ("offsets_null", None),
     ("offsets_bool", [False, 64]),
     ("offsets_float", [0.0, 64.0]),
+    ("offsets_float_end", [0, 64.0]),
     ("offsets_object", {"0": 0, "1": 64}),
 ):
     _entry(_name, "Offsets are two whole numbers.", "data_offsets", {"data_offsets": _offsets})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from k3.container.catalog import (
     CatalogReader,
     CatalogTensor,
     expert_layout,
+    lmdb_error,
     write_catalog,
 )
 from k3.container.errors import ContainerError, DamageError, DriveError, K3Error, SpaceError
@@ -218,6 +220,18 @@ def test_a_broken_expert_record_names_its_expert(tmp_path: Path) -> None:
     with pytest.raises(ContainerError):
         list(reader.experts())
     reader.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("coded", [True, False])
+def test_refusals_of_the_system_are_told_from_damage(tmp_path: Path, number: int, coded: bool) -> None:
+    error = lmdb.Error(f"/x: {os.strerror(number)}")
+    if coded:
+        error.code = number
+    found = lmdb_error("cannot write", error, tmp_path / "x.mdb")
+    assert type(found) is (SpaceError if number in (errno.ENOSPC, errno.EDQUOT) else DriveError)
+    assert os.strerror(number) in found.problem
+    assert type(lmdb_error("p", lmdb.CorruptedError("MDB_CORRUPTED"), tmp_path / "x.mdb")) is DamageError
 
 
 def test_a_full_drive_is_a_space_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -122,6 +123,20 @@ def test_a_fault_of_the_program_is_not_taken_for_damage(capsys: pytest.CaptureFi
         run(body)
     assert caught.value.code == ExitCode.INTERNAL == 70
     assert "AssertionError: never" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_refusal_of_the_system_is_one_line(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        Path("/no/such/file").read_bytes()
+
+    with pytest.raises(SystemExit) as caught:
+        run(body, as_json=as_json)
+    assert caught.value.code == ExitCode.DRIVE
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "/no/such/file" in err
+    assert "No such file" in err
 
 
 def test_usage_errors_from_inside_stay_usage_errors() -> None:

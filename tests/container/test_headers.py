@@ -122,6 +122,22 @@ def test_a_length_up_to_the_end_of_the_file_is_no_number_to_allocate() -> None:
         parse_header((99_999_999).to_bytes(8, "little") + bytes(92), 100, PATH)
 
 
+def test_a_cut_file_names_the_first_tensor_that_is_not_whole() -> None:
+    header = build_header([("a", "U8", (10,)), ("b", "U8", (10,)), ("c", "U8", (10,))], align=8)
+    for present, name, missing in ((0, "a", 30), (9, "a", 21), (10, "b", 20), (19, "b", 11), (29, "c", 1)):
+        with pytest.raises(ShardError, match=f"^{missing} bytes are missing") as caught:
+            parse(header, present)
+        assert caught.value.tensor == name
+        assert caught.value.offset == len(header) + present
+
+
+def test_offsets_in_errors_count_bytes_of_the_file() -> None:
+    text = '{"é😀":{"dtype":"U8" oops}'.encode()
+    with pytest.raises(HeaderError, match="not JSON") as caught:
+        parse(len(text).to_bytes(8, "little") + text, 0)
+    assert caught.value.offset == 8 + text.index(b"oops")
+
+
 def k3_header() -> tuple[bytes, int]:
     tensors = layer_tensors(SyntheticModel.k3(), 4)
     wanted = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]

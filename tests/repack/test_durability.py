@@ -1,0 +1,117 @@
+"""Holds up the order of writing: each step is durable before the next begins (docs/container.md section 5)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repacked import WIDE
+
+from k3.container import direct
+from k3.repack import publish
+from k3.repack.journal import Journal
+from k3.repack.request import RepackRequest
+from k3.repack.run import Watcher, repack
+from k3.verify.synthetic import write_snapshot
+
+
+@pytest.fixture
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What a run over two roots did to the disk, in order: (verb, path relative to the test's directory)."""
+    events: list[tuple[str, str]] = []
+    home = tmp_path / "home"
+
+    def tell(verb: str, path: str | Path) -> None:
+        events.append((verb, os.path.relpath(path, tmp_path)))
+
+    def path_of(fd: int) -> Path:
+        return Path(f"/proc/self/fd/{fd}").readlink()
+
+    fsync, replace, rename, unlink, mkdir, pwritev = (
+        os.fsync,
+        os.replace,
+        os.rename,
+        os.unlink,
+        os.mkdir,
+        os.pwritev,
+    )
+
+    def patched(name: str, call: Any) -> None:
+        monkeypatch.setattr(os, name, call)
+
+    patched("fsync", lambda fd: (tell("sync", path_of(fd)), fsync(fd))[1])
+    patched("replace", lambda old, new: (tell("name", new), replace(old, new))[1])
+    patched("rename", lambda old, new: (tell("name", new), rename(old, new))[1])
+    patched("unlink", lambda path, **more: (tell("remove", path), unlink(path, **more))[1])
+    patched("mkdir", lambda path, *more: (tell("make", path), mkdir(path, *more))[1])
+
+    def writing(fd: int, buffers: Any, offset: int) -> int:
+        tell("write", path_of(fd))
+        return pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr(direct.WriteFile.__init__, "__kwdefaults__", {"direct": True, "pwritev": writing})
+    commit, write_catalog = Journal.commit, publish.write_catalog
+
+    def committing(self: Journal, experts: Any, tensors: Any, shards: Any) -> None:
+        tell("commit", self.path)
+        for layer in {key.layer for key in experts}:
+            tell("claim", home / "experts" / f"layer-{layer:05}.safetensors.partial")
+            tell("claim", tmp_path / "drive" / "experts" / f"layer-{layer:05}.safetensors.partial")
+        if tensors:
+            tell("claim", home / "dense.safetensors.partial")
+        commit(self, experts, tensors, shards)
+
+    def cataloguing(path: Path, *arguments: Any, **options: Any) -> None:
+        write_catalog(path, *arguments, **options)
+        tell("sync", path)
+
+    monkeypatch.setattr(Journal, "commit", committing)
+    monkeypatch.setattr(publish, "write_catalog", cataloguing)
+    monkeypatch.setattr("k3.repack.write.COMMIT_BYTES", 50_000)
+    source = write_snapshot(WIDE, tmp_path / "snapshot")
+    repack(
+        RepackRequest(sources=(source,), home=home, drives=(home, tmp_path / "drive"), shares=(1, 1)), Watcher()
+    )
+    return events
+
+
+def test_every_new_name_is_made_durable(story: list[tuple[str, str]]) -> None:
+    manifest = story.index(("name", "home/manifest.json"))
+    for number, (verb, path) in enumerate(story):
+        if verb in ("name", "make"):
+            parent = ("sync", str(Path(path).parent))
+            after = story.index(parent, number)
+            assert path == "home/manifest.json" or after < manifest, path
+
+
+def test_content_is_durable_before_it_gets_its_name(story: list[tuple[str, str]]) -> None:
+    names = [(number, path) for number, (verb, path) in enumerate(story) if verb == "name"]
+    assert len(names) > 8
+    for number, path in names:
+        partial = f"{path}.partial"
+        synced = max(n for n, event in enumerate(story[:number]) if event == ("sync", partial))
+        assert ("write", partial) not in story[synced:number]
+        assert story.count(("name", path)) == 1
+
+
+def test_units_are_durable_before_the_journal_says_so(story: list[tuple[str, str]]) -> None:
+    assert sum(verb == "commit" for verb, _ in story) > 5
+    for path in {path for verb, path in story if verb == "claim"}:
+        first = story.index(("claim", path))
+        assert story.index(("write", path)) < story.index(("sync", path)) < first
+        last = max(number for number, event in enumerate(story) if event == ("claim", path))
+        written = max(n for n, event in enumerate(story[:last]) if event == ("write", path))
+        assert ("sync", path) in story[written:last]
+
+
+def test_the_manifest_is_the_last_name_and_the_journal_goes_after_it(story: list[tuple[str, str]]) -> None:
+    names = [path for verb, path in story if verb == "name"]
+    assert names[-2:] == ["home/catalog.mdb", "home/manifest.json"]
+    assert names.index("drive/root.json") < names.index("home/catalog.mdb")
+    data = [path for path in names if path.endswith(".safetensors")]
+    assert names[: len(data)] == data
+    manifest = story.index(("name", "home/manifest.json"))
+    assert story[manifest + 1] == ("sync", "home")
+    assert story[manifest + 2 :] == [("remove", "home/journal.mdb"), ("sync", "home")]

@@ -1,0 +1,94 @@
+"""Holds up shares and rates: integers in proportion to speed, noise left out, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mounts import small_tmpfs
+
+from k3.container.errors import DriveError, SpaceError
+from k3.repack import probe
+from k3.repack.buffers import BufferPool
+from k3.repack.probe import drive_rate, read_rate, shares_from_rates
+from k3.repack.throttle import Throttle
+
+rates_lists = st.lists(st.floats(1e5, 1e11), min_size=1, max_size=8)
+
+
+@given(rates_lists)
+def test_shares_follow_rates(rates: list[float]) -> None:
+    shares = shares_from_rates(rates)
+    assert len(shares) == len(rates)
+    assert all(type(share) is int and 1 <= share <= 100 for share in shares)
+    if max(rates) <= 1.1 * min(rates):
+        assert set(shares) == {1}
+        return
+    for rate, share in zip(rates, shares, strict=True):
+        assert abs(share - 100 * rate / sum(rates)) <= 1 or share == 1
+    for (a, share_a), (b, share_b) in zip(
+        sorted(zip(rates, shares, strict=True)), sorted(zip(rates, shares, strict=True))[1:], strict=False
+    ):
+        assert a <= b
+        assert share_a <= share_b
+
+
+@given(rates_lists, st.floats(0.01, 100))
+def test_only_the_proportion_counts(rates: list[float], factor: float) -> None:
+    first, second = shares_from_rates(rates), shares_from_rates([rate * factor for rate in rates])
+    assert all(abs(a - b) <= 1 for a, b in zip(first, second, strict=True)) or {1} in (set(first), set(second))
+
+
+def test_examples() -> None:
+    assert shares_from_rates([3e9]) == (1,)
+    assert shares_from_rates([7.0e9, 7.5e9]) == (1, 1)
+    assert shares_from_rates([7e9, 3e9]) == (70, 30)
+    assert shares_from_rates([1e9, 1e5]) == (100, 1)
+
+
+def test_a_drive_is_measured_and_the_file_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PROBE_BYTES", 16 << 20)
+    assert drive_rate(tmp_path) > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_drive_without_room_is_said_so(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "drive", "1m") as drive:
+        with pytest.raises(SpaceError):
+            drive_rate(drive)
+        assert not list(drive.iterdir())
+
+
+def test_small_files_are_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(bytes(1000))
+    assert read_rate(tmp_path / "small") is None
+    with pytest.raises(DriveError):
+        read_rate(tmp_path / "missing")
+
+
+def test_a_throttle_spreads_bytes_over_time() -> None:
+    free = Throttle(None)
+    start = time.monotonic()
+    for _ in range(1000):
+        free.pay(1 << 30)
+    assert time.monotonic() - start < 1
+    throttle = Throttle(1_000_000)
+    start = time.monotonic()
+    for _ in range(4):
+        throttle.pay(50_000)
+    assert time.monotonic() - start >= 0.19
+
+
+@given(st.integers(1, 5), st.integers(1, 20_000))
+def test_buffers_go_round_and_are_made_once(count: int, nbytes: int) -> None:
+    pool = BufferPool(count, nbytes)
+    taken = [pool.take() for _ in range(count)]
+    assert len({buffer.ctypes.data for buffer in taken}) == count
+    assert all(len(buffer) >= nbytes and buffer.ctypes.data % os.sysconf("SC_PAGE_SIZE") == 0 for buffer in taken)
+    pool.give(taken[0])
+    assert np.shares_memory(pool.take(), taken[0])

@@ -1,0 +1,696 @@
+"""Holds up resuming: what is skipped is read back first, what is damaged is made again, what differs refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from containers import flip
+from repacked import SMALL, WIDE, rearrange, repacked, shard_tensors, tree
+
+from k3.container.errors import DamageError, ResumeError, ShardError
+from k3.container.keys import ExpertKey
+from k3.container.recipe import Recipe
+from k3.repack import publish, run
+from k3.repack.journal import Journal, ShardRecord
+from k3.repack.plan import Plan
+from k3.repack.request import RepackRequest
+from k3.repack.run import RepackResult, Watcher, open_source, plan_for, repack
+from k3.verify.synthetic import write_snapshot
+
+
+class Listener(Watcher):
+    """Keeps the notes; stops the run when the `stop`-th shard begins."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.notes: list[str] = []
+        self.items: list[str] = []
+        self.stop = stop
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def item(self, name: str) -> None:
+        self.items.append(name)
+        if self.stop is not None and len(self.items) > self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def small_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3.repack.write.COMMIT_BYTES", 1)
+
+
+@dataclass
+class Case:
+    """A snapshot of its own, a request over two roots, and the tree that an undisturbed run makes of it."""
+
+    request: RepackRequest
+    wanted: dict[str, str]
+
+    @property
+    def source(self) -> Path:
+        return self.request.sources[0]
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        return self.request.root_directories()
+
+    def tree(self) -> dict[str, str]:
+        return tree(*self.roots)
+
+    def plan(self) -> Plan:
+        shares = self.request.root_shares(self.request.shares or (1,))
+        return plan_for(self.request, open_source(self.request), shares)
+
+    def finish(self, **changes: Any) -> tuple[RepackResult, Listener]:
+        listener = Listener()
+        return repack(dataclasses.replace(self.request, **changes), listener), listener
+
+    def finishes_equal(self) -> tuple[RepackResult, Listener]:
+        result, listener = self.finish()
+        assert self.tree() == self.wanted
+        return result, listener
+
+
+SHARES = (2, 1)
+STEPS = ("finish_data_files", "publish")
+"""Where `stopped` cases stand: everything is streamed and durable, and files are unnamed, or named."""
+
+
+def request_in(place: Path) -> RepackRequest:
+    home, drive = place / "home", place / "drive"
+    return RepackRequest(sources=(place / "snapshot",), home=home, drives=(drive, home), shares=SHARES)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories to be copied for each test: one for every state, "new" and "done" among them."""
+    new = tmp_path_factory.mktemp("new")
+    write_snapshot(WIDE, new / "snapshot")
+    states = {"new": new}
+    for state in ("done", *STEPS):
+        states[state] = tmp_path_factory.mktemp(state)
+        shutil.copytree(new / "snapshot", states[state] / "snapshot")
+    repack(request_in(states["done"]), Watcher())
+    with pytest.MonkeyPatch.context() as patch:
+        for step in STEPS:
+            stop_before(request_in(states[step]), patch, step)
+    return states
+
+
+def prepared_case(prepared: dict[str, Path], state: str, place: Path) -> Case:
+    shutil.copytree(prepared[state], place / "case")
+    done = request_in(prepared["done"])
+    return Case(request_in(place / "case"), tree(*done.root_directories()))
+
+
+@pytest.fixture
+def case(prepared: dict[str, Path], tmp_path: Path) -> Case:
+    return prepared_case(prepared, "new", tmp_path)
+
+
+@pytest.fixture(params=STEPS)
+def stopped(request: pytest.FixtureRequest, prepared: dict[str, Path], tmp_path: Path) -> Case:
+    return prepared_case(prepared, request.param, tmp_path)
+
+
+@pytest.fixture
+def done(prepared: dict[str, Path], tmp_path: Path) -> Case:
+    return prepared_case(prepared, "done", tmp_path)
+
+
+def stop_after(case: Case, shards: int) -> None:
+    """Interrupt a run when that many shards are through."""
+    with pytest.raises(KeyboardInterrupt):
+        repack(case.request, Listener(stop=shards))
+
+
+def stop_before(request: RepackRequest, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Stop a run before one of its last steps."""
+
+    def stop(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, step, stop)
+        with pytest.raises(KeyboardInterrupt):
+            repack(request, Watcher())
+
+
+def data_file(case: Case, number: int) -> Path:
+    """Where a data file of the plan is now: with its name, or partial."""
+    planned = case.plan().files[number]
+    final = case.roots[planned.root] / planned.path
+    return final if final.exists() else final.with_name(final.name + ".partial")
+
+
+# --- what is skipped is checked first
+
+
+def test_what_is_durable_is_not_made_again(stopped: Case) -> None:
+    result, listener = stopped.finishes_equal()
+    assert result.read_bytes == 0
+    assert result.written_bytes == 0
+    assert result.recheck is not None
+    plan = stopped.plan()
+    assert result.recheck.good_units == 12 + len(plan.tensors)
+    assert result.recheck.checked_bytes == sum(file.size_bytes - file.header_bytes for file in plan.files)
+    assert "continuing an unfinished repack" in listener.notes[0]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_only_what_is_missing_is_read(case: Case, shards: int) -> None:
+    stop_after(case, shards)
+    result, listener = case.finishes_equal()
+    names = [shard.name for shard in case.plan().snapshot.shards]
+    assert listener.items[-1] == names[-1]
+    assert set(listener.items) >= set(names[shards:])
+    assert result.read_bytes < sum(shard.size_bytes for shard in case.plan().snapshot.shards) or shards < 2
+
+
+def test_an_interrupted_run_keeps_what_it_has_done(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits are far apart in a real run; Ctrl-C makes one more."""
+    monkeypatch.setattr("k3.repack.write.COMMIT_BYTES", 1 << 30)
+    stop_after(case, 3)
+    result, _ = case.finishes_equal()
+    assert result.recheck is not None
+    assert result.recheck.good_units > 6
+
+
+def places(case: Case) -> Iterator[tuple[int, int, str]]:
+    """(file number, offset, what) of one byte of each kind of thing in the data files."""
+    plan = case.plan()
+    layer = plan.layers[1]
+    for span in layer.spans(2):
+        yield span.file, span.offset + 100, "expert"
+    last = layer.spans(5)[-1]
+    assert last.stored_bytes > last.payload_bytes
+    yield last.file, last.offset + last.stored_bytes - 1, "expert padding"
+    quantized = next(tensor for tensor in plan.tensors if tensor.scales is not None)
+    yield 0, quantized.weights.offset, "weights"
+    assert quantized.scales is not None
+    yield 0, quantized.scales.offset + 1, "scales"
+    yield 0, quantized.scales.offset + quantized.scales.stored_bytes - 1, "dense padding"
+    raw = next(tensor for tensor in plan.tensors if tensor.scales is None)
+    yield 0, raw.weights.offset + 5, "raw tensor"
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_a_flipped_byte_is_made_again(stopped: Case, index: int) -> None:
+    number, offset, what = list(places(stopped))[index]
+    flip(data_file(stopped, number), offset)
+    result, listener = stopped.finishes_equal()
+    assert result.recheck is not None
+    bad = len(result.recheck.bad_experts) + len(result.recheck.bad_tensors)
+    assert bad == 1, what
+    assert bool(result.recheck.bad_experts) == what.startswith("expert")
+    assert any("1 of" in note and "made again" in note for note in listener.notes)
+    assert result.read_bytes > 0
+
+
+@pytest.mark.parametrize(("number", "offset"), [(0, 0), (0, 4095), (1, 8), (2, 30)])
+def test_a_damaged_header_is_made_again(stopped: Case, number: int, offset: int) -> None:
+    flip(data_file(stopped, number), offset)
+    result, _ = stopped.finishes_equal()
+    assert result.read_bytes == 0, "no tensor was damaged"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "damage", ["deleted", "empty", "half", "one byte short", "one byte long", "zeros", "random"]
+)
+def test_a_damaged_data_file_is_made_again(stopped: Case, number: int, damage: str) -> None:
+    path = data_file(stopped, number)
+    size = path.stat().st_size
+    if damage == "deleted":
+        path.unlink()
+    elif damage == "zeros":
+        path.write_bytes(bytes(size))
+    elif damage == "random":
+        path.write_bytes(np.random.default_rng(0).bytes(size))
+    else:
+        os.truncate(
+            path, {"empty": 0, "half": size // 2, "one byte short": size - 1, "one byte long": size + 1}[damage]
+        )
+    stopped.finishes_equal()
+
+
+def test_all_data_files_may_be_gone(stopped: Case) -> None:
+    for number in range(len(stopped.plan().files)):
+        data_file(stopped, number).unlink()
+    result, _ = stopped.finishes_equal()
+    assert result.recheck is not None
+    assert result.recheck.good_units == 0
+
+
+def test_a_second_interruption_while_repairing_loses_nothing(stopped: Case) -> None:
+    for number, offset, _ in list(places(stopped)):
+        flip(data_file(stopped, number), offset)
+    with pytest.raises(KeyboardInterrupt):
+        repack(stopped.request, Listener(stop=1))
+    stopped.finishes_equal()
+
+
+@pytest.mark.parametrize("step", ["_write_roots", "_write_catalog", "_write_small"])
+def test_publishing_can_stop_anywhere(case: Case, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    original = getattr(publish, step)
+
+    def stop(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, step, stop)
+        with pytest.raises(KeyboardInterrupt):
+            repack(case.request, Watcher())
+    case.finishes_equal()
+
+
+def test_a_run_killed_after_the_manifest_only_drops_its_journal(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip  # noqa: E501
+    stop_before(case.request, monkeypatch, "remove_journal")
+    assert (case.request.home / "journal.mdb").exists()
+    result, _ = case.finishes_equal()
+    assert result.already_complete
+
+
+# --- other parameters are refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"recipe": Recipe(bits=4)}, "bits was 8, is 4"),
+        ({"recipe": Recipe(mla_bits=16)}, "mla_bits was 8, is 16"),
+        ({"recipe": Recipe(head_bits=32)}, "head_bits was 8, is 32"),
+        ({"shares": (1, 1)}, "shares was [1, 2], is [1, 1]"),
+        ({"drives": (), "shares": None}, "directories was"),
+        ({"layers": (0, 1)}, "layers was null, is [0, 1]"),
+        ({"in_place": True, "drives": (), "shares": None}, "in_place was false, is true"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_an_unfinished_run_goes_on_with_its_own_parameters_only(
+    case: Case, changes: dict[str, Any], named: str
+) -> None:
+    stop_after(case, 2)
+    before = case.tree()
+    with pytest.raises(ResumeError, match="unfinished repack with other parameters") as caught:
+        case.finish(**changes)
+    assert named in caught.value.problem
+    assert case.tree() == before
+    case.finishes_equal()
+
+
+def test_other_drives_are_refused(case: Case, tmp_path: Path) -> None:
+    stop_after(case, 2)
+    with pytest.raises(ResumeError, match="directories was"):
+        case.finish(drives=(tmp_path / "other", case.request.home))
+    assert not (tmp_path / "other" / "experts" / "layer-00001.safetensors.partial").exists()
+    case.finishes_equal()
+
+
+def test_measured_shares_are_kept_by_the_next_run(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "drive_rate", lambda directory: 3e9 if directory.name == "drive" else 1e9)
+    request = dataclasses.replace(case.request, shares=None)
+    with pytest.raises(KeyboardInterrupt):
+        repack(request, Listener(stop=2))
+    monkeypatch.setattr(run, "drive_rate", lambda directory: pytest.fail("measured again"))
+    result = repack(request, Watcher())
+    assert result.manifest.shares == (25, 75)
+    assert [root.probe_mb_per_s for root in result.manifest.roots] == [1000, 3000]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"recipe": Recipe(bits=4)}, "bits: 8 there, 4 asked for"),
+        ({"shares": (1, 1)}, "shares: [1, 2] there, [1, 1] asked for"),
+        ({"drives": (), "shares": None}, "directories: 2 there, 1 asked for"),
+        ({"layers": (0, 1)}, "layers: ((0, 2),) there, ((0, 1),) asked for"),
+        ({"in_place": True, "drives": (), "shares": None}, "in_place: False there, True asked for"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_finished_container_with_other_parameters_is_refused(
+    done: Case, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ResumeError, match="finished container with other parameters") as caught:
+        done.finish(**changes)
+    assert named in caught.value.problem
+    assert done.tree() == done.wanted
+
+
+def test_layers_of_a_single_shard_are_told_apart(tmp_path: Path) -> None:
+    """All layers in one shard: the list of shards says nothing about the layers."""
+    snapshot = write_snapshot(WIDE, tmp_path / "snapshot")
+    tensors = [tensor for path in sorted(snapshot.glob("*.safetensors")) for tensor in shard_tensors(path)]
+    rearrange(snapshot, {"model-00001-of-000001.safetensors": tensors})
+    repacked(snapshot, tmp_path / "out", "--layers", "0-1")
+    assert "layers: ((0, 1),) there, ((0, 2),) asked for" in repacked(snapshot, tmp_path / "out", code=8).output
+    repacked(snapshot, tmp_path / "out", "--layers", "0,1")
+
+
+def test_a_finished_container_on_other_drives_is_refused(done: Case, tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match=r"root 1: .*drive' there, .*other' asked for"):
+        done.finish(drives=(tmp_path / "other", done.request.home))
+    shutil.copytree(done.roots[1], tmp_path / "other")  # the drive, mounted elsewhere
+    shutil.rmtree(done.roots[1])
+    result, _ = done.finish(drives=(tmp_path / "other", done.request.home))
+    assert result.already_complete
+
+
+def test_a_finished_container_that_lacks_a_file_is_not_called_complete(done: Case) -> None:
+    path = done.roots[1] / "experts" / "layer-00001.safetensors"
+    os.truncate(path, 4096)
+    with pytest.raises(DamageError, match="truncated"):
+        done.finish()
+    path.unlink()
+    with pytest.raises(DamageError, match="missing"):
+        done.finish()
+
+
+# --- another source is refused
+
+
+def test_a_finished_container_of_another_source_is_refused(done: Case, tmp_path: Path) -> None:
+    other = write_snapshot(dataclasses.replace(WIDE, seed=1), tmp_path / "other")
+    with pytest.raises(ResumeError, match="of another source") as caught:
+        done.finish(sources=(other,))
+    assert "layer 1 expert" in caught.value.problem
+    names = {}
+    for path in sorted(other.glob("*.safetensors")):  # now only the dense tensors differ
+        ours = {tensor.name: tensor for tensor in shard_tensors(done.source / path.name)}
+        names[path.name] = [ours[t.name] if ".experts." in t.name else t for t in shard_tensors(path)]
+    rearrange(other, names)
+    if all((other / name).stat().st_size == (done.source / name).stat().st_size for name in names):
+        with pytest.raises(ResumeError, match=r"tensor .* differs"):
+            done.finish(sources=(other,))
+    assert done.tree() == done.wanted
+
+
+def rewrite(path: Path, change: Callable[[bytearray], None], *, keep_time: bool = False) -> bytes:
+    """Replace a file by changed bytes of the same size; returns the first ones."""
+    before, status = path.read_bytes(), path.stat()
+    data = bytearray(before)
+    change(data)
+    assert len(data) == len(before)
+    path.write_bytes(data)
+    if keep_time:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    else:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000))
+    return before
+
+
+def at(offset: int) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        data[offset] ^= 1
+
+    return change
+
+
+def shard_path(case: Case, number: int) -> Path:
+    return case.plan().snapshot.shards[number].path
+
+
+def unsampled(case: Case, number: int) -> int:
+    """The offset of an expert's byte in a shard that no sample of the snapshot's identity covers."""
+    shard = case.plan().snapshot.shards[number]
+    return shard.header_bytes + (shard.size_bytes - shard.header_bytes) // 4
+
+
+def test_a_replaced_shard_that_was_read_is_refused(case: Case) -> None:
+    stop_after(case, 3)
+    path = shard_path(case, 1)
+    before = rewrite(path, at(unsampled(case, 1)))
+    with pytest.raises((ShardError, ResumeError)) as caught:
+        case.finish()
+    assert "the source has changed" in str(caught.value) or "the unfinished run read" in str(caught.value)
+    assert not (case.request.home / "manifest.json").exists()
+    path.write_bytes(before)
+    case.finishes_equal()
+
+
+def test_a_replaced_shard_is_refused_even_if_no_unit_of_it_is_compared(case: Case) -> None:
+    stop_after(case, 3)
+    plan = case.plan()
+    for number in range(len(plan.files)):
+        data_file(case, number).unlink()  # nothing to compare with is left
+    path = shard_path(case, 1)
+    before = rewrite(path, at(unsampled(case, 1)))
+    with pytest.raises(ShardError, match="the unfinished run read") as caught:
+        case.finish()
+    assert caught.value.path == str(path)
+    with pytest.raises(ShardError, match="the unfinished run read"):
+        case.finish()
+    path.write_bytes(before)
+    case.finishes_equal()
+
+
+def test_a_replaced_shard_that_was_half_read_is_refused(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3.repack.shard_stream.BLOCK_BYTES", 16384)
+
+    class StopInside(Watcher):
+        shard = ""
+        blocks = 0
+
+        def item(self, name: str) -> None:
+            self.shard, self.blocks = name, 0
+
+        def advance(self, nbytes: int) -> None:
+            self.blocks += 1
+            if self.shard.startswith("model-00002") and self.blocks == 12:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        repack(case.request, StopInside())
+    journal = Journal(case.request.home / "journal.mdb")
+    durable = sorted(journal.experts)
+    assert durable
+    assert len(journal.shards) == 1
+    journal.close()
+    path = shard_path(case, 1)
+    extent = case.plan().snapshot.expert_extents(durable[0].layer, durable[0].expert)[0]
+    before = rewrite(path, at(extent.offset))
+    with pytest.raises(ResumeError, match="the source has changed since the unfinished run began: layer 1 expert"):
+        case.finish()
+    path.write_bytes(before)
+    case.finishes_equal()
+
+
+def test_a_shard_that_was_only_touched_is_read_again_and_accepted(case: Case) -> None:
+    stop_after(case, 3)
+    os.utime(shard_path(case, 1))
+    _, listener = case.finishes_equal()
+    assert shard_path(case, 1).name in listener.items
+
+
+@pytest.mark.parametrize("what", ["header", "config", "sample"])
+def test_a_source_that_looks_different_is_refused_at_once(case: Case, what: str) -> None:
+    stop_after(case, 2)
+    path = shard_path(case, 2)
+    if what == "config":
+        config = case.source / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "new": 1}))
+    elif what == "sample":
+        rewrite(path, at(path.stat().st_size - 1), keep_time=True)
+    else:
+        tensors = shard_tensors(path)
+        shards = {p.name: shard_tensors(p) for p in case.source.glob("*.safetensors")}
+        shards[path.name] = tensors[::-1]
+        rearrange(case.source, shards)
+    before = case.tree()
+    with pytest.raises(ResumeError, match="source was"):
+        case.finish()
+    assert case.tree() == before
+
+
+def test_a_missing_shard_is_refused_and_may_come_back(case: Case, tmp_path: Path) -> None:
+    stop_after(case, 2)
+    path = shard_path(case, 2)
+    path.rename(tmp_path / "away")
+    with pytest.raises(ShardError, match="does not exist"):
+        case.finish()
+    (tmp_path / "away").rename(path)
+    case.finishes_equal()
+
+
+# --- a damaged download in a Hugging Face cache
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> Case:
+    source = write_snapshot(dataclasses.replace(WIDE, layout="hf_cache"), tmp_path / "hub")
+    request = RepackRequest(sources=(source,), home=tmp_path / "home")
+    repack(request, Watcher())
+    case = Case(request, tree(*request.root_directories()))
+    shutil.rmtree(tmp_path / "home")
+    return case
+
+
+@pytest.mark.parametrize("where", ["quarter", "end", "dense", "first"])
+def test_a_blob_that_is_not_what_its_name_says_is_refused_and_may_be_repaired(cached: Case, where: str) -> None:
+    shard = cached.plan().snapshot.shards[1]
+    dense = next(t for t in cached.plan().tensors if t.source.shard == 1)
+    offset = {
+        "quarter": unsampled(cached, 1), "end": shard.size_bytes - 1, "first": shard.header_bytes,
+        "dense": dense.source.offset,
+    }[where]  # fmt: skip
+    blob = shard.path.resolve()
+    before = rewrite(blob, at(offset))
+    with pytest.raises(ShardError, match="but it was published as") as caught:
+        cached.finish()
+    assert caught.value.path == str(shard.path)
+    assert blob.name in caught.value.problem
+    assert not (cached.request.home / "manifest.json").exists()
+    journal = Journal(cached.request.home / "journal.mdb")
+    keys, positions = cached.plan().shard_units(1)
+    assert not keys & journal.experts.keys(), "units of a bad shard are forgotten"
+    assert not positions & journal.tensors.keys()
+    journal.close()
+    with pytest.raises(ShardError, match="but it was published as"):
+        cached.finish()
+    blob.write_bytes(before)
+    cached.finishes_equal()
+
+
+def test_a_bad_blob_may_be_repaired_after_a_kill_in_its_middle(
+    cached: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal holds units of the bad bytes, with digests that fit them."""
+    monkeypatch.setattr("k3.repack.shard_stream.BLOCK_BYTES", 16384)
+    blob = shard_path(cached, 1).resolve()
+
+    class StopLate(Watcher):
+        done = 0
+
+        def item(self, name: str) -> None:
+            self.done = 0
+
+        def advance(self, nbytes: int) -> None:
+            self.done += nbytes
+            if self.done == blob.stat().st_size:
+                raise KeyboardInterrupt
+
+    plan = cached.plan()
+    first_expert = min(plan.source_extents(key)[0].offset for key in plan.shard_units(1)[0])
+    before = rewrite(blob, at(first_expert))
+    first = Listener(stop=1)
+    with pytest.raises(KeyboardInterrupt):
+        repack(cached.request, first)
+    with pytest.raises(KeyboardInterrupt):
+        repack(cached.request, StopLate())
+    journal = Journal(cached.request.home / "journal.mdb")
+    assert cached.plan().shard_units(1)[0] & journal.experts.keys()
+    journal.close()
+    blob.write_bytes(before)
+    cached.finishes_equal()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("blocks", [1, 3, 5])
+def test_experts_over_several_shards_are_read_again_as_a_whole(tmp_path: Path, blocks: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip  # noqa: E501
+    """Some experts are durable, a shard that holds parts of them is done, another that does is not."""
+    monkeypatch.setattr("k3.repack.shard_stream.BLOCK_BYTES", 8192)
+    model = dataclasses.replace(WIDE, expert_order="scattered", shards_per_layer=3, experts=9)
+    source = write_snapshot(model, tmp_path / "snapshot")
+    request = RepackRequest(sources=(source,), home=tmp_path / "home", in_place=in_place)
+    repack(request, Watcher())
+    case = Case(request, tree(tmp_path / "home"))
+    shutil.rmtree(tmp_path / "home")
+    shards = case.plan().snapshot.shards
+    last = next(n for n in reversed(range(len(shards))) if case.plan().shard_units(n)[0])
+
+    class StopInTheLast(Watcher):
+        shard = ""
+        left = 0
+
+        def item(self, name: str) -> None:
+            self.shard, self.left = name, -(-shards[last].size_bytes // 8192) - blocks
+
+        def advance(self, nbytes: int) -> None:
+            self.left -= 1
+            if self.shard == shards[last].name and self.left <= 0:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        repack(request, StopInTheLast())
+    case.finishes_equal()
+
+
+# --- one at a time, and a journal that is no journal
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_a_second_run_at_the_same_time_is_refused(case: Case, root: int) -> None:
+    stop_after(case, 2)
+    before = case.tree()
+    fd = os.open(case.roots[root], os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(ResumeError, match="another k3-repack is working in this directory") as caught:
+        case.finish()
+    assert caught.value.path == str(case.roots[root])
+    assert case.tree() == before
+    os.close(fd)
+    case.finishes_equal()
+
+
+@pytest.mark.parametrize("damage", ["cut", "half", "garbage", "sqlite"])
+def test_a_damaged_journal_is_an_error_and_no_crash(case: Case, damage: str) -> None:
+    stop_after(case, 3)
+    path = case.request.home / "journal.mdb"
+    size = path.stat().st_size
+    if damage in ("cut", "half"):
+        os.truncate(path, {"cut": size - 4096, "half": 8192}[damage])
+    else:
+        path.write_bytes({"garbage": b"\xa5" * size, "sqlite": b"SQLite format 3\0".ljust(8192, b"\0")}[damage])
+    with pytest.raises(DamageError, match=r"journal|truncated") as caught:
+        case.finish()
+    assert "Remove the unfinished container" in str(caught.value.advice)
+    shutil.rmtree(case.roots[0])
+    shutil.rmtree(case.roots[1])
+    case.finishes_equal()
+
+
+def test_an_empty_journal_is_a_run_that_never_began(case: Case) -> None:
+    case.request.home.mkdir()
+    (case.request.home / "journal.mdb").write_bytes(b"")
+    case.finishes_equal()
+
+
+def test_a_journal_keeps_what_is_put_into_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.mdb")
+    assert journal.begin({"a": 1, "漢": [1, None]}) is False
+    names = [ExpertKey(layer, expert) for layer in (0, 2**31) for expert in (0, 9)]
+    keys = {key: (bytes([number]) * 16, bytes([number + 100]) * 16) for number, key in enumerate(names)}
+    record = ShardRecord("ab" * 32, 5, 2**62)
+    journal.commit(keys, {0: (b"x" * 16,), 7: (b"y" * 16, b"z" * 16)}, {"shard-漢": record})
+    journal.forget([ExpertKey(0, 0), ExpertKey(5, 5)], [7, 8])
+    journal.close()
+    again = Journal(tmp_path / "journal.mdb")
+    del keys[ExpertKey(0, 0)]
+    assert (again.experts, again.tensors, again.shards) == (keys, {0: (b"x" * 16,)}, {"shard-漢": record})
+    assert again.begin({"a": 1, "漢": [1, None]}) is True
+    with pytest.raises(ResumeError, match='a was 1, is 2; b was null, is "x"'):
+        again.begin({"a": 2, "b": "x", "漢": [1, None]})
+    again.close()
+
+
+def test_resuming_works_with_small_models_too(tmp_path: Path) -> None:
+    snapshot = write_snapshot(SMALL, tmp_path / "s", more_directories=[tmp_path / "t"])
+    request = RepackRequest(sources=(snapshot, tmp_path / "t"), home=tmp_path / "out", in_place=True)
+    with pytest.raises(KeyboardInterrupt):
+        repack(request, Listener(stop=3))
+    result = repack(request, Watcher())
+    assert result.recheck is not None
+    repacked(snapshot, tmp_path / "out", "--source-dirs", tmp_path / "t", "--in-place", "--verify-full")
