@@ -101,6 +101,17 @@ _DIRECTORY = click.Path(path_type=Path)
     help="Run from a raw snapshot; several times if it lies in several directories.",
 )
 @click.option(
+    "--store",
+    type=_DIRECTORY,
+    envvar="K3_STORE",
+    help="Run on the k3-store daemon that serves on this socket: model and experts come from there.",
+)
+@click.option(
+    "--fallback",
+    type=click.Choice(["file"]),
+    help="With --store: while there is no daemon, read experts from the container's files.",
+)
+@click.option(
     "--bits",
     type=_BITS,
     envvar="K3_BITS",
@@ -197,6 +208,12 @@ _DIRECTORY = click.Path(path_type=Path)
     envvar="K3_TRACE",
     help="Write timings, reads and chosen experts as JSON lines.",
 )
+@click.option(
+    "--route-trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="K3_ROUTE_TRACE",
+    help="Write the experts that each token chose, compactly, for k3-store simulate.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout: tokens as they come, then a summary.")
 def main(**options: Any) -> None:
     """Continue a prompt with a Kimi K3 model.
@@ -231,6 +248,7 @@ def _settings(options: dict[str, Any]) -> RunSettings:
         ignore_eos=options["ignore_eos"],
         logits=options["logits"],
         trace=options["trace"],
+        route_trace=options["route_trace"],
         as_json=options["as_json"],
     )
 
@@ -238,20 +256,27 @@ def _settings(options: dict[str, Any]) -> RunSettings:
 def _model_settings(options: dict[str, Any]) -> ModelSettings:
     from k3.engine.settings import ModelSettings
 
-    container, snapshot = options["container"], options["snapshot"]
+    container, snapshot, store = options["container"], options["snapshot"], _store(options)
     if container is not None and snapshot:
         raise click.UsageError("--container and --snapshot name two models; give one of them.")
-    if container is None and not snapshot:
-        raise click.UsageError("Which model? Give --container or --snapshot.")
+    if container is None and not snapshot and store is None:
+        raise click.UsageError("Which model? Give --container or --snapshot, or a daemon's --store.")
     if snapshot and _on_command_line("dirs"):
         raise click.UsageError("--dirs says where a container's roots are; with --snapshot it means nothing.")
-    bits = {key: None if options[key] is None else int(options[key]) for key in ("bits", "mla_bits", "head_bits")}
+    bits, mla_bits, head_bits = (
+        None if options[key] is None or store is not None else int(options[key])
+        for key in ("bits", "mla_bits", "head_bits")
+    )
     expert_gb = options["expert_gb"]
     return ModelSettings(
         container=container,
         roots=_directories(options["dirs"]),
         snapshot=tuple(snapshot),
-        **bits,
+        store=store,
+        fallback=options["fallback"],
+        bits=bits,
+        mla_bits=mla_bits,
+        head_bits=head_bits,
         layers=options["layers"],
         mla_eps=float(options["mla_eps"]),
         exact=options["exact"],
@@ -261,6 +286,30 @@ def _model_settings(options: dict[str, Any]) -> ModelSettings:
         verify=options["verify"],
         threads=options["threads"],
     )
+
+
+def _store(options: dict[str, Any]) -> Path | None:
+    """The daemon's socket, if this run is on one. A model that is named outweighs K3_STORE in the environment."""
+    store: Path | None = options["store"]
+    named = options["container"] is not None or options["snapshot"]
+    if store is not None and named and not _on_command_line("store") and options["fallback"] is None:
+        return None
+    if store is None:
+        if options["fallback"] is not None:
+            raise click.UsageError("--fallback is for --store: which daemon?")
+        return None
+    if options["snapshot"]:
+        raise click.UsageError("--store and --snapshot name two models; give one of them.")
+    if options["fallback"] is None:
+        if named:
+            raise click.UsageError("--store and --container name two models; together only with --fallback file.")
+        for name in ("dirs", "expert_gb", "direct", "verify"):
+            if _on_command_line(name):
+                raise click.UsageError(f"--{name.replace('_', '-')} is the daemon's business, given --store.")
+    for name in ("bits", "mla_bits", "head_bits"):
+        if _on_command_line(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} was decided when the container was made.")
+    return store
 
 
 def _prompt(options: dict[str, Any]) -> tuple[tuple[int, ...] | None, str | None]:

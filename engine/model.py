@@ -35,6 +35,7 @@ from k3.engine.residual import ResidualMix
 from k3.engine.state import State
 from k3.engine.trace import Tracer
 from k3.engine.weights import Weights, to_float32
+from k3.store.route_trace import RouteTraceWriter
 from k3.store.source import ExpertSource
 
 Array = npt.NDArray[np.float32]
@@ -102,9 +103,12 @@ class Model:
         options: ModelOptions,
         *,
         tracer: Tracer | None = None,
+        routes: RouteTraceWriter | None = None,
         on_read: Callable[[str], None] | None = None,
     ) -> None:
         """Load every dense tensor of `config.layers`. `on_read` is told the name of each that was read.
+
+        `tracer` and `routes` are told what happens; they are the caller's.
 
         SourceError, UnsupportedError and the like name the tensor; nothing is read before all names agree.
         """
@@ -112,6 +116,7 @@ class Model:
         self.options = options
         self._experts = experts
         self._tracer = tracer or Tracer()
+        self._routes = routes
         self._passes = 0
         with Weights(source, config, exact=options.exact, on_read=on_read) as weights:
             self._embeddings = weights.matrix("model.embed_tokens.weight").tensor
@@ -144,6 +149,8 @@ class Model:
                 read_bytes=self._read_bytes() - read_before,
             )  # fmt: skip
             self._tracer.end_pass()
+        if self._routes is not None:
+            self._routes.end_pass(state.position)
         state.position += len(ids)
         self._passes += 1
         return logits
@@ -172,6 +179,10 @@ class Model:
         stream = stream + layer.transform(layer.mlp_mix(blocks, stream))
         if self._tracer.enabled:
             self._trace_layer(layer, state, stream, began_ns, middle_ns, read_before)
+        if self._routes is not None and isinstance(layer.mlp, LatentMoe):
+            routing = layer.mlp.last_routing
+            assert routing is not None
+            self._routes.add(layer.index, routing.kept.sum(axis=-1), routing.experts[routing.kept])
         return stream
 
     def _trace_layer(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from k3 import kernels
 from k3.container import checksum
@@ -21,6 +22,7 @@ from k3.container.modelconfig import CONFIG_NAME, load_config
 from k3.container.reader import Container
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
+from k3.engine.attaching import Attachment, attach, open_experts
 from k3.engine.budget import CHUNK_COPIES, Need, check_fits
 from k3.engine.config import ModelConfig, parse_layers, token_ids
 from k3.engine.model import Model, ModelOptions
@@ -30,26 +32,35 @@ from k3.engine.state import state_bytes
 from k3.engine.tokenizer import Tokenizer, read_json_object
 from k3.engine.trace import Tracer
 from k3.engine.weights import needed_names
+from k3.store.daemon_model import DaemonModel
 from k3.store.fetch import buffer_bytes
 from k3.store.file import WORKING_SLOTS, FileSource
+from k3.store.route_trace import RouteHeader, RouteTraceWriter, TracedLayer
+from k3.store.source import ExpertSource
 
 DEFAULT_BITS = 8
 AUTO_CACHE_SHARE = 0.8
 """Part of the memory left over that an expert cache of no given size takes; the rest is for the page cache."""
 
 
+Source: TypeAlias = Container | Snapshot | DaemonModel
+
+
 @dataclass(slots=True)
 class FoundModel:
-    """A model on disk that was looked at and can be run, with nothing loaded yet."""
+    """A model, on disk or behind a daemon, that was looked at and can be run, with nothing loaded yet."""
 
-    source: Container | Snapshot
+    source: Source
     config: ModelConfig
     names: list[str]  # dense tensors that a run reads
     warnings: list[str]
+    attachment: Attachment | None = None  # to the daemon that the model comes from
 
     def close(self) -> None:
         """Let go of the files; nothing can be read afterwards."""
-        if isinstance(self.source, Container):
+        if self.attachment is not None:
+            self.attachment.close()
+        elif isinstance(self.source, Container):
             self.source.close()
 
     def tokenizer(self) -> Tokenizer:
@@ -88,6 +99,8 @@ def find_model(settings: ModelSettings) -> FoundModel:
 
     What it returns is the caller's to close.
     """
+    if settings.store is not None:
+        return _attached(settings)
     if settings.container is None:
         snapshot = Snapshot.open(settings.snapshot, recipe=_recipe(settings), layers=_snapshot_layers(settings))
         return _checked(snapshot, snapshot.config_path, settings, list(snapshot.warnings))
@@ -98,6 +111,18 @@ def find_model(settings: ModelSettings) -> FoundModel:
     except BaseException:
         container.close()
         raise
+
+
+def _attached(settings: ModelSettings) -> FoundModel:
+    """The model of the daemon that the settings name."""
+    attachment = attach(settings)
+    try:
+        found = _checked(attachment.source, attachment.source.home / CONFIG_NAME, settings, [])
+    except BaseException:
+        attachment.close()
+        raise
+    found.attachment = attachment
+    return found
 
 
 def _snapshot_layers(settings: ModelSettings) -> range | None:
@@ -114,9 +139,7 @@ def _snapshot_layers(settings: ModelSettings) -> range | None:
     return parse_layers(settings.layers)  # there is no configuration; opening will say so
 
 
-def _checked(
-    source: Container | Snapshot, config_path: Path, settings: ModelSettings, warnings: list[str]
-) -> FoundModel:
+def _checked(source: Source, config_path: Path, settings: ModelSettings, warnings: list[str]) -> FoundModel:
     config = _configured(ModelConfig.from_raw(source.config, config_path), settings)
     if config.unknown_keys:
         warnings.append(
@@ -134,24 +157,42 @@ def load_model(
     chunk: int,
     every_logit: bool,
     tracer: Tracer,
+    routes: RouteTraceWriter | None,
     on_read: Callable[[str], None],
-) -> tuple[Model, FileSource]:
+) -> tuple[Model, ExpertSource]:
     """Check that the run fits in memory, then read all dense weights.
 
-    `on_read` is told the name of each dense tensor once it is in memory. The FileSource is the caller's to
-    close.
+    `on_read` is told the name of each dense tensor once it is in memory. The source of experts is the caller's
+    to close.
     """
     if settings.threads is not None:
         kernels.set_threads(settings.threads)
     cache_bytes = plan_memory(found, settings, capacity=capacity, chunk=chunk, every_logit=every_logit)
-    experts = FileSource(found.source, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
+    experts: ExpertSource
+    if found.attachment is not None:
+        experts = open_experts(found.attachment, settings, cache_bytes)
+    else:
+        experts = FileSource(found.source, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
     try:
         options = ModelOptions(exact=settings.exact, keep_share=settings.keep_share)
-        model = Model(found.source, found.config, experts, options, tracer=tracer, on_read=on_read)
+        model = Model(found.source, found.config, experts, options, tracer=tracer, routes=routes, on_read=on_read)
         return model, experts
     except BaseException:
         experts.close()
         raise
+
+
+def open_route_trace(found: FoundModel, path: Path) -> RouteTraceWriter:
+    """A routing trace of this model's runs. SettingsError when it has no experts; DriveError."""
+    source, config = found.source, found.config
+    layers = tuple(
+        TracedLayer(layer, source.expert_count(layer), source.expert_layout(layer).payload_bytes)
+        for layer in config.layers
+        if layer in config.moe_layers
+    )
+    if not layers:
+        raise SettingsError("--route-trace: none of the layers that are run has experts")
+    return RouteTraceWriter(path, RouteHeader(source.identity, config.moe.top_k, layers))
 
 
 def plan_memory(
@@ -160,26 +201,29 @@ def plan_memory(
     """Bytes for the expert cache, once it is certain that everything fits. UnsupportedError otherwise."""
     source, config = found.source, found.config
     layers = [layer for layer in config.layers if layer in config.moe_layers]
+    own_cache = settings.store is None or settings.fallback == "file"  # else the daemon has it
     slot_bytes = max((buffer_bytes(source.expert_layout(layer)) for layer in layers), default=0)
     need = Need(
         dense_bytes=sum(dense_bytes(source, name) for name in found.names),
         load_bytes=sum(sorted(source_bytes(source, name) for name in found.names)[-READ_AHEAD:]),
         state_bytes=state_bytes(config, capacity),
         activation_bytes=_activation_bytes(config, min(chunk, capacity), every_logit),
-        working_bytes=slot_bytes * WORKING_SLOTS if layers else 0,
+        working_bytes=slot_bytes * WORKING_SLOTS if layers and own_cache else 0,
         cache_bytes=settings.expert_bytes or 0,
     )
     limit = memory_limit()
     check_fits(need, limit)
-    if settings.expert_bytes is not None:
-        return settings.expert_bytes
+    if settings.expert_bytes is not None or settings.store is not None:
+        return settings.expert_bytes or 0
     all_bytes = slot_bytes * sum(source.expert_count(layer) for layer in layers)
     left_bytes = limit.free_bytes - need.total_bytes
     return int(min(all_bytes, max(0, left_bytes) * AUTO_CACHE_SHARE))
 
 
-def dense_bytes(source: Container | Snapshot, name: str) -> int:
-    """Memory that a dense tensor takes as the engine holds it, without reading it."""
+def dense_bytes(source: Source, name: str) -> int:
+    """Memory that a dense tensor takes as the engine holds it, without reading it. None for a daemon's: shared."""
+    if isinstance(source, DaemonModel):
+        return 0
     if isinstance(source, Container):
         entry = source.tensor(name)
         return entry.weights.stored_bytes + (0 if entry.scales is None else entry.scales.stored_bytes)
@@ -194,9 +238,9 @@ def dense_bytes(source: Container | Snapshot, name: str) -> int:
     return 4 * rows * columns
 
 
-def source_bytes(source: Container | Snapshot, name: str) -> int:
+def source_bytes(source: Source, name: str) -> int:
     """Bytes of a dense tensor in its source's own dtype: what quantizing it at load starts from."""
-    if isinstance(source, Container):
+    if isinstance(source, Container | DaemonModel):
         return dense_bytes(source, name)
     tensor = source.tensors[name]
     return tensor_bytes(tensor.dtype, tensor.shape)

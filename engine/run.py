@@ -19,7 +19,7 @@ from pathlib import Path
 from k3.container.console import Progress
 from k3.container.errors import K3Error, UnsupportedError
 from k3.engine.logits_file import LogitsFile
-from k3.engine.opening import FoundModel, dense_bytes, find_model, load_model
+from k3.engine.opening import FoundModel, dense_bytes, find_model, load_model, open_route_trace
 from k3.engine.output import JsonOutput, Output, TextOutput
 from k3.engine.report import Report, peak_rss_bytes
 from k3.engine.sampler import Sampler
@@ -28,6 +28,7 @@ from k3.engine.settings import RunSettings, SettingsError
 from k3.engine.tokenizer import Tokenizer
 from k3.engine.trace import FileTracer, Tracer
 from k3.engine.writing import write_error
+from k3.store.route_trace import RouteTraceWriter
 from k3.store.source import ExpertSource, SourceStats
 
 
@@ -59,8 +60,9 @@ def run(settings: RunSettings) -> None:
         stop_ids = frozenset() if settings.ignore_eos else frozenset(found.eos_ids())
         tracer = stack.enter_context(_tracer(settings))
         logits = stack.enter_context(LogitsFile(settings.logits)) if settings.logits else None
+        routes = stack.enter_context(_routes(found, settings))
         report = Report(prompt_tokens=len(prompt.ids))
-        session, experts = _open_session(found, settings, capacity, tracer, report)
+        session, experts = _open_session(found, settings, capacity, tracer, routes, report)
         stack.callback(experts.close)
         output: Output = JsonOutput(prompt.tokenizer) if settings.as_json else TextOutput(prompt.tokenizer)
         generated = Generated()
@@ -128,7 +130,12 @@ def checked_capacity(prompt_tokens: int, settings: RunSettings, max_positions: i
 
 
 def _open_session(
-    found: FoundModel, settings: RunSettings, capacity: int, tracer: Tracer, report: Report
+    found: FoundModel,
+    settings: RunSettings,
+    capacity: int,
+    tracer: Tracer,
+    routes: RouteTraceWriter | None,
+    report: Report,
 ) -> tuple[Session, ExpertSource]:
     """Load the model with a progress bar and open its one timeline."""
     began_s = time.monotonic()
@@ -137,7 +144,7 @@ def _open_session(
     try:
         model, experts = load_model(
             found, settings.model, capacity=capacity, chunk=settings.chunk,
-            every_logit=settings.logits is not None, tracer=tracer,
+            every_logit=settings.logits is not None, tracer=tracer, routes=routes,
             on_read=lambda name: progress.advance(dense_bytes(found.source, name)),
         )  # fmt: skip
     finally:
@@ -224,3 +231,19 @@ def _tracer(settings: RunSettings) -> Iterator[Tracer]:
         yield tracer
     finally:
         tracer.close()
+
+
+@contextlib.contextmanager
+def _routes(found: FoundModel, settings: RunSettings) -> Iterator[RouteTraceWriter | None]:
+    """The routing trace, if one is wanted; published at the end, also when the user ends the run."""
+    if settings.route_trace is None:
+        yield None
+        return
+    with open_route_trace(found, settings.route_trace) as routes:
+        try:
+            yield routes
+        except KeyboardInterrupt:
+            if not routes.torn:
+                routes.publish()
+            raise
+        routes.publish()

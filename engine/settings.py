@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from k3.container.errors import ExitCode, K3Error
 from k3.engine.sampler import SamplerOptions
@@ -20,13 +21,16 @@ class SettingsError(K3Error):
 class ModelSettings:
     """Which model, in which form, and how much of it stays in memory.
 
-    Exactly one of `container` and `snapshot` is given. `bits` and its siblings None: 8 for a snapshot,
+    Exactly one of `container`, `snapshot` and `store` is given; with `fallback` "file", `container` may stand
+    beside `store`. `bits` and its siblings None: 8 for a snapshot,
     whatever it was made with for a container. `expert_bytes` None: what memory is left, at most all experts.
     """
 
     container: Path | None = None
     roots: tuple[Path, ...] = ()
     snapshot: tuple[Path, ...] = ()
+    store: Path | None = None  # a k3-store daemon's socket
+    fallback: Literal["file"] | None = None  # where experts come from while there is no daemon
     bits: int | None = None
     mla_bits: int | None = None
     head_bits: int | None = None
@@ -54,4 +58,5 @@ class RunSettings:
     ignore_eos: bool
     logits: Path | None
     trace: Path | None
+    route_trace: Path | None
     as_json: bool

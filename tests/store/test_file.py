@@ -328,6 +328,19 @@ def test_a_refused_expert_is_not_kept(built: Built, model: Container) -> None:
     source.close()
 
 
+def test_failures_cost_no_slot(built: Built, model: Container) -> None:
+    path, extent = built.piece(2, 4)
+    flip(path, extent.offset + 5)
+    source = FileSource(model, working_slots=2, patience_s=1)
+    for _ in range(5):
+        with pytest.raises(DamageError):
+            take(source, 2, [4, 0])
+    held = list(source.lease(1, [0, 1]))
+    for lease in held:
+        lease.release()
+    source.close()
+
+
 def test_every_waiting_thread_gets_its_own_error(built: Built, model: Container) -> None:
     path, extent = built.piece(1, 0)
     flip(path, extent.offset)

@@ -1,0 +1,86 @@
+"""Running on a k3-store daemon: the model comes through its socket, and so do the experts.
+
+`attach` opens the connection that `open_experts` later takes over. With the fallback "file", experts are read from
+the container's files whenever there is no daemon; the container must then be the very same one. Main thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from k3.container.errors import DaemonError
+from k3.container.reader import Container
+from k3.engine.settings import ModelSettings
+from k3.store.client import DaemonSource
+from k3.store.daemon_model import DaemonModel
+from k3.store.file import FileSource
+from k3.store.link import Link
+from k3.store.source import ExpertSource
+
+_log = logging.getLogger("k3.store")
+
+
+@dataclass(slots=True)
+class Attachment:
+    """A daemon's model, or the container that stands in for it until there is a daemon."""
+
+    socket: Path
+    source: DaemonModel | Container
+    link: Link | None
+    opened: list[Container] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Let go of the connection, unless `open_experts` took it over, and of all files."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        self.source.close()
+        while self.opened:
+            self.opened.pop().close()
+
+
+def attach(settings: ModelSettings) -> Attachment:
+    """Connect to `settings.store`. DaemonError when no daemon is there and no container to fall back on."""
+    assert settings.store is not None
+    try:
+        link = Link.open(settings.store, f"k3-run {os.getpid()}")
+    except DaemonError as error:
+        if settings.fallback != "file" or settings.container is None:
+            raise
+        _log.warning("%s; reading from %s meanwhile", error.problem, settings.container)
+        return Attachment(settings.store, Container.open(settings.container, settings.roots), None)
+    try:
+        return Attachment(settings.store, DaemonModel(link), link)
+    except BaseException:
+        link.close()
+        raise
+
+
+def open_experts(attachment: Attachment, settings: ModelSettings, cache_bytes: int) -> DaemonSource:
+    """The source of experts, which takes over the connection. `cache_bytes` are the fallback's."""
+    link, attachment.link = attachment.link, None
+    identity = attachment.source.identity
+    home, roots = settings.container or attachment.source.home, settings.roots
+    if not roots and isinstance(attachment.source, DaemonModel):
+        roots = attachment.source.roots
+
+    def fall_back() -> ExpertSource:
+        container = Container.open(home, roots)
+        attachment.opened.append(container)
+        if container.identity != identity:
+            raise DaemonError(
+                f"the daemon served container {identity}, this one is {container.identity}",
+                path=home,
+                advice="Name the same container with --container and --dirs",
+            )
+        return FileSource(container, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
+
+    return DaemonSource(
+        attachment.socket,
+        name=f"k3-run {os.getpid()}",
+        link=link,
+        fallback=fall_back if settings.fallback == "file" else None,
+    )

@@ -1,0 +1,318 @@
+"""`k3-store`: parse, call, print. The only file of this room that reads the environment.
+
+Everything heavy is imported inside the commands, so that --help and wrong usage answer at once.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from k3.container import console
+from k3.container.errors import ExitCode
+from k3.store.simulate_cli import simulate_command
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_CODES = (
+    ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.INCOMPLETE, ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE,
+    ExitCode.UNSUPPORTED, ExitCode.DAEMON, ExitCode.INTERRUPTED,
+)  # fmt: skip
+_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110}
+_EPILOG = console.exit_code_help(_CODES)
+_DIRECTORY = click.Path(path_type=Path)
+
+
+class _Directories(click.ParamType["tuple[Path, ...]"]):
+    """Directories separated by commas."""
+
+    name = "dir,dir"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
+        if isinstance(value, tuple):
+            return value
+        items = [item.strip() for item in str(value).split(",")]
+        if not all(items):
+            self.fail(f"{value!r} has an empty name in it", param, ctx)
+        return tuple(Path(item) for item in items)
+
+
+class _Depths(click.ParamType["tuple[int, ...]"]):
+    """Numbers from 1 to 64 separated by commas."""
+
+    name = "n,n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        items = str(value).split(",")
+        if not all(
+            item.isascii() and item.isdecimal() and len(item) < 4 and 1 <= int(item) <= 64 for item in items
+        ):
+            self.fail(f"{value!r} is not a list of depths from 1 to 64 such as 1,2,4", param, ctx)
+        return tuple(map(int, items))
+
+
+def _socket_option(command: _F) -> _F:
+    return click.option(
+        "--socket",
+        type=_DIRECTORY,
+        envvar="K3_STORE",
+        help="The daemon's socket.  [default: $XDG_RUNTIME_DIR/k3-store.sock, else /run/k3-store/k3-store.sock]",
+    )(command)
+
+
+def _places(command: _F) -> _F:
+    command = click.option(
+        "--container",
+        type=_DIRECTORY,
+        help="The container's home, if it is not the one with a manifest in --dirs.",
+    )(command)
+    return click.option(
+        "--dirs",
+        type=_Directories(),
+        envvar="K3_DIRS",
+        default=(),
+        help="Every directory of the container, separated by commas.",
+    )(command)
+
+
+def _json_option(command: _F) -> _F:
+    return click.option("--json", "as_json", is_flag=True, help="One JSON object (bench: a line each) on stdout.")(
+        command
+    )
+
+
+@click.group(context_settings=_SETTINGS, epilog=_EPILOG)
+def main() -> None:
+    """One daemon owns the drives and the memory; any number of engines lease experts from it."""
+
+
+@main.command(context_settings=_SETTINGS, epilog=_EPILOG)
+@_places
+@_socket_option
+@click.option(
+    "--cache-gb",
+    type=click.FloatRange(min=0),
+    envvar="K3_CACHE_GB",
+    help="Memory for experts, in GB.  [default: what is free less a reserve, at most the whole model]",
+)
+@click.option(
+    "--reserve-gb",
+    type=click.FloatRange(min=0),
+    help="Memory left to everybody else, in GB.  [default: a tenth of what is free, at least 1 GiB]",
+)
+@click.option("--max-clients", type=click.IntRange(1, 64), default=8, help="Engines that may be attached at once.")
+@click.option(
+    "--quota",
+    type=click.IntRange(1, 512),
+    help="Experts that each client may hold at once.  [default: half of the slots divided by clients, 32 to 512]",
+)
+@click.option("--policy", default="layer-lru", help="Which experts stay in memory; see simulate.")
+@click.option("--io", type=click.Choice(["threads", "uring"]), default="threads", help="How reads are made.")
+@click.option(
+    "--io-depth", type=click.IntRange(1, 64), default=4, envvar="K3_IO_DEPTH", help="Reads under way per drive."
+)
+@click.option(
+    "--verify-reads",
+    "verify",
+    type=click.Choice(["always", "first", "never"]),
+    default="always",
+    help="Which reads are compared with their digests.",
+)
+@click.option(
+    "--direct/--no-direct",
+    default=True,
+    envvar="K3_DIRECT",
+    help="Read past the page cache, where the file system can.",
+)
+@click.option("--group", help="Let members of this group connect too.")
+@click.option(
+    "--metrics",
+    "metrics_port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Serve Prometheus metrics on 127.0.0.1:PORT.",
+)
+@click.option(
+    "--drain-s", type=click.FloatRange(0, 600), default=5.0, help="How long reads may take to end on SIGTERM."
+)
+@click.option("--log-json", is_flag=True, help="Log JSON lines instead of text (on stderr).")
+def serve(**options: Any) -> None:
+    """Serve a container's experts on a socket until SIGTERM.
+
+    Runs in the foreground; under systemd it says when it is ready (Type=notify) and takes a socket that systemd
+    made. A second daemon on the same socket is refused.
+    """
+    settings = _serve_options(options)
+
+    def body() -> None:
+        from k3.store.notify import Supervisor
+        from k3.store.serve import serve as serve_now
+
+        serve_now(settings, Supervisor.from_environment(os.environ, os.getpid()))
+
+    console.run(body, as_json=options["log_json"])
+
+
+@main.command(context_settings=_SETTINGS, epilog=_EPILOG)
+@_socket_option
+@_json_option
+def status(socket: Path | None, as_json: bool) -> None:
+    """Drives, cache and clients of a running daemon."""
+
+    def body() -> None:
+        from k3.store.link import ask_status
+        from k3.store.status_text import status_lines
+
+        found = ask_status(_socket(socket))
+        if as_json:
+            console.emit_json("status", **found)
+        else:
+            click.echo("\n".join(status_lines(found)))
+
+    console.run(body, as_json=as_json)
+
+
+@main.command(context_settings=_SETTINGS, epilog=_EPILOG)
+@_socket_option
+@_json_option
+def ps(socket: Path | None, as_json: bool) -> None:
+    """Engines attached to a running daemon, and what they hold."""
+
+    def body() -> None:
+        from k3.store.link import ask_status
+        from k3.store.status_text import ps_lines
+
+        found = ask_status(_socket(socket))
+        if as_json:
+            console.emit_json("ps", clients=found["clients"])
+        else:
+            click.echo("\n".join(ps_lines(found)))
+
+    console.run(body, as_json=as_json)
+
+
+@main.command(context_settings=_SETTINGS, epilog=_EPILOG)
+@_places
+@_socket_option
+@click.option("--no-daemon", is_flag=True, help="Measure the drives only.")
+@click.option("--depths", type=_Depths(), default="1,2,4,8,16", help="Reads under way per drive.")
+@click.option("--seconds", type=click.FloatRange(0.05, 600), default=2.0, help="Time for each measurement.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Chooses the experts.")
+@_json_option
+def bench(
+    dirs: tuple[Path, ...], container: Path | None, socket: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Measure the drives with random expert-sized reads, then the same experts through the daemon.
+
+    Without --dirs and --container, the container of the running daemon is measured. Numbers that did not come from
+    a drive are refused.
+    """
+
+    def body() -> None:
+        from k3.store.bench import BenchOptions
+        from k3.store.measure import measure
+
+        measure(
+            dirs, container, None if options["no_daemon"] else _socket(socket),
+            BenchOptions(options["depths"], options["seconds"], options["seed"]), as_json=as_json,
+        )  # fmt: skip
+
+    console.run(body, as_json=as_json)
+
+
+@main.command(context_settings=_SETTINGS, epilog=_EPILOG)
+@_socket_option
+@click.option("--layers", help="Layers A-B or A,B,... (from 0).  [default: all that have experts]")
+@click.option("--experts", help="Experts A-B or A,B,... of each of these layers.  [default: all]")
+@_json_option
+def warm(socket: Path | None, layers: str | None, experts: str | None, as_json: bool) -> None:
+    """Have a running daemon read experts into its cache."""
+    chosen_layers, chosen_experts = _numbers("--layers", layers), _numbers("--experts", experts)
+
+    def body() -> None:
+        from k3.store.warm import warm as warm_now
+
+        done = warm_now(_socket(socket), chosen_layers, chosen_experts, as_json=as_json)
+        if as_json:
+            console.emit_json("warm", **done)
+        else:
+            click.echo("{experts} experts, {read} of them read ({read_bytes} bytes) in {seconds} s".format(**done))
+
+    console.run(body, as_json=as_json)
+
+
+main.add_command(simulate_command)
+
+
+def _socket(given: Path | None) -> Path:
+    from k3.store.socket_file import usual_path
+
+    return given or usual_path(os.environ.get("XDG_RUNTIME_DIR"))
+
+
+def _serve_options(options: dict[str, Any]) -> Any:
+    """Options as settings. click.UsageError for combinations that mean nothing."""
+    from k3.store.native import policy_names
+    from k3.store.serve import ServeOptions
+    from k3.store.service import ServeSettings
+    from k3.store.socket_file import default_path
+
+    if not options["dirs"] and options["container"] is None:
+        raise click.UsageError("Which container? Give --dirs (or K3_DIRS) or --container.")
+    if options["policy"] not in policy_names():
+        raise click.UsageError(f"--policy {options['policy']!r}: there are {', '.join(policy_names())}.")
+    settings = ServeSettings(
+        directories=options["dirs"],
+        container=options["container"],
+        cache_bytes=_bytes(options["cache_gb"]),
+        reserve_bytes=_bytes(options["reserve_gb"]),
+        **{key: options[key] for key in ("max_clients", "quota", "policy", "io", "io_depth", "verify", "direct")},
+    )
+    return ServeOptions(
+        service=settings,
+        socket=options["socket"] or default_path(os.environ.get("XDG_RUNTIME_DIR")),
+        group=_group(options["group"]),
+        metrics_port=options["metrics_port"],
+        log_json=options["log_json"],
+        drain_s=options["drain_s"],
+    )
+
+
+def _bytes(gb: float | None) -> int | None:
+    return None if gb is None else int(gb * 1e9)
+
+
+def _group(name: str | None) -> int | None:
+    if name is None:
+        return None
+    try:
+        return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise click.UsageError(f"--group {name!r}: there is no such group.") from None
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """ "1-3,7" as (1, 2, 3, 7)."""
+    if text is None:
+        return None
+    numbers: list[int] = []
+    for item in text.split(","):
+        first, dash, last = item.strip().partition("-")
+        bounds = [first, last if dash else first]
+        if not all(bound.isascii() and bound.isdecimal() and len(bound) < 7 for bound in bounds):
+            raise click.UsageError(f"{option} {text!r} is not a list such as 3 or 1-4,9.")
+        numbers += range(int(bounds[0]), int(bounds[1]) + 1)
+    if len(set(numbers)) != len(numbers) or not numbers:
+        raise click.UsageError(f"{option} {text!r} names something twice, or nothing.")
+    return tuple(numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Which drive lies under a directory, and what a process really had read from drives. Only looks; any thread."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+SYS = Path("/sys")
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class DriveInfo:
+    """A block device as /sys describes it; None where it does not (overlay, network, inside a container)."""
+
+    device: str | None
+    model: str | None
+
+
+def drive_info(path: Path, sys: Path = SYS) -> DriveInfo:
+    """The drive that holds `path`; the whole drive's name for a partition."""
+    number = path.stat().st_dev
+    node = sys / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    if not node.exists():
+        return DriveInfo(None, None)
+    place = node.resolve()
+    if (place / "partition").exists():
+        place = place.parent
+    return DriveInfo(place.name, _line(place / "device" / "model"))
+
+
+def device_read_bytes(pid: str = "self", proc: Path = PROC) -> int | None:
+    """Bytes that a process had fetched from block devices; None where the kernel does not say."""
+    try:
+        lines = (proc / pid / "io").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "read_bytes":
+            return int(value)
+    return None
+
+
+def huge_bytes(pid: str = "self", proc: Path = PROC) -> int | None:
+    """Bytes of shared memory that this process maps with huge pages; None where the kernel does not say."""
+    try:
+        lines = (proc / pid / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("ShmemPmdMapped:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _line(path: Path) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None

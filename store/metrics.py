@@ -1,0 +1,128 @@
+"""Prometheus metrics of the daemon, on the loopback interface. Names: `k3store_`, base units, `_total`.
+
+Every scrape takes one status from the service; nothing is counted here. No label ever names an expert: there are
+82,432 of them. `serve_metrics` is called by the daemon's main thread; scrapes run in the server's own threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import start_http_server
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from k3.container.errors import SocketError
+
+LOOPBACK = "127.0.0.1"
+PREFIX = "k3store"
+
+_DRIVE_COUNTERS = (
+    ("read_bytes", "Bytes read from the drive, second tries included"),
+    ("errors", "Reads that the drive refused, or that came out short or damaged"),
+    ("re_reads", "Reads that were done a second time"),
+)
+_CACHE_COUNTERS = (
+    ("misses", "Experts asked for that were read"),
+    ("coalesced", "Experts asked for while somebody else's read of them was under way"),
+    ("evictions", "Experts that made room"),
+    ("failed", "Experts that could not be had: the drive refused, or the bytes were damaged, twice"),
+    ("prefetched", "Experts read ahead of being asked for"),
+    ("prefetch_hits", "Prefetched experts that were asked for"),
+    ("prefetch_wasted", "Prefetched experts that made room without having been asked for"),
+)
+
+
+class StatusCollector(Collector):
+    """Turns a status into metric families."""
+
+    def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after the other, all from one status."""
+        status = self._status()
+        yield InfoMetricFamily(
+            PREFIX, "What is served", {"container": status["container"], "home": status["home"]}
+        )
+        yield _gauge("uptime_seconds", "Since the daemon began to serve", status["uptime_s"])
+        yield from _drives(status["drives"])
+        yield from _cache(status["cache"])
+        yield from _clients(status["clients"])
+        yield _gauge("dense_bytes", "Dense tensors in memory, shared by every engine", status["dense"]["bytes"])
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"{PREFIX}_{name}", text, value)
+
+
+def _drives(drives: list[Mapping[str, Any]]) -> Iterator[Metric]:
+    for key, text in _DRIVE_COUNTERS:
+        family = CounterMetricFamily(f"{PREFIX}_{key}", text, labels=["drive"])
+        for drive in drives:
+            family.add_metric([drive["path"]], drive[key])
+        yield family
+    seconds = SummaryMetricFamily(f"{PREFIX}_read_seconds", "Time in reads of one piece", labels=["drive"])
+    for drive in drives:
+        seconds.add_metric([drive["path"]], drive["reads"], drive["read_ns"] / 1e9)
+    yield seconds
+    for name, key, text in (
+        ("queue_depth", "queue", "Reads that are queued or under way"),
+        ("direct", "direct", "1 if reads go past the page cache"),
+    ):
+        family_now = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["drive"])
+        for drive in drives:
+            family_now.add_metric([drive["path"]], float(drive[key]))
+        yield family_now
+
+
+def _cache(cache: Mapping[str, Any]) -> Iterator[Metric]:
+    hits = CounterMetricFamily(f"{PREFIX}_cache_hits", "Experts asked for that were in memory", labels=["kind"])
+    hits.add_metric([cache["policy"]], cache["hits"])
+    yield hits
+    for key, text in _CACHE_COUNTERS:
+        yield CounterMetricFamily(f"{PREFIX}_cache_{key}", text, value=cache[key])
+    slots = GaugeMetricFamily(f"{PREFIX}_cache_slots", "Slots by state", labels=["state"])
+    for state, count in cache["states"].items():
+        slots.add_metric([state], count)
+    yield slots
+    yield _gauge("cache_slot_bytes", "Bytes of one slot", cache["slot_bytes"])
+
+
+def _clients(clients: list[Mapping[str, Any]]) -> Iterator[Metric]:
+    yield _gauge("clients", "Attached clients", len(clients))
+    yield _gauge("leases", "Leases held by all clients", sum(client["leases"] for client in clients))
+    yield _gauge("leases_waiting", "Leases awaited by all clients", sum(client["waiting"] for client in clients))
+
+
+class MetricsServer:
+    """The HTTP server of the metrics. `port` is the one in use, also when 0 was asked for."""
+
+    def __init__(self, port: int, status: Callable[[], Mapping[str, Any]]) -> None:
+        """Listen on the loopback interface. SocketError when the port cannot be had."""
+        registry = CollectorRegistry()
+        registry.register(StatusCollector(status))
+        try:
+            self._server, self._thread = start_http_server(port, LOOPBACK, registry)
+        except OSError as error:
+            raise SocketError(
+                f"metrics cannot be served on {LOOPBACK}:{port}: {error.strerror or error}",
+                advice="Choose another --metrics port",
+            ) from error
+        assert isinstance(self._server, WSGIServer)
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Stop serving and wait for the thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,107 @@
+"""`Session`: one connection of a `DaemonSource`: its free tickets, what goes into its ring, and its alarm bell.
+
+Leases that come back are told to the daemon several at a time, since each telling may be a system call; what it
+does not know yet counts against this client's quota only, and is told before anything new is asked for. Nothing
+here waits for room: what finds none in the ring is left for the next try.
+
+Guarded by the source's lock, except `wait`, which one thread at a time may be in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Sequence
+from pathlib import Path
+
+from k3.container.errors import DaemonError, DamageError, DriveError, ExpertError, K3Error
+from k3.store.link import Link
+from k3.store.native import Completion
+from k3.store.ring_layout import Op, Status
+from k3.store.source import BudgetError, Payload
+
+RELEASES_TOGETHER = 16
+FULL_RING_S = 0.002
+"""How long to wait when the ring has no room: the daemon empties it in microseconds when it is there."""
+
+
+class Session:
+    """A welcomed link. `free` counts tickets: rights to one lease each, `quota` of them in all."""
+
+    def __init__(self, link: Link, files: tuple[str, ...]) -> None:
+        """`files` are the names of the numbers in completions."""
+        self.link = link
+        self.quota = self.free = link.welcome.quota
+        self._files = files
+        self._slots: list[int] = []
+        self._generations: list[int] = []
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ears = select.epoll()
+        self._ears.register(link.socket, select.EPOLLIN)
+        self._ears.register(self._bell, select.EPOLLIN)
+
+    def lease(self, tag: int, layer: int, experts: Sequence[int]) -> int:
+        """Ask for experts; for how many of them, the first ones, there was room."""
+        return self.link.ring.submit(tag, Op.LEASE, layer, experts) if self.flush() else 0
+
+    def release(self, slot: int, generation: int, *, now: bool) -> None:
+        """Give a lease back; with `now` the daemon is told at once."""
+        self._slots.append(slot)
+        self._generations.append(generation)
+        if now or len(self._slots) >= RELEASES_TOGETHER:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Tell the daemon of every lease that came back; whether there was room for all of them."""
+        if self._slots:
+            done = self.link.ring.release(self._slots, self._generations)
+            del self._slots[:done], self._generations[:done]
+        return not self._slots
+
+    def payload(self, completion: Completion) -> Payload:
+        """The bytes of a granted lease."""
+        return self.link.arena[completion.offset : completion.offset + completion.payload_bytes]
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there are completions, the connection ends, or `ring_bell`."""
+        self.link.ring.wait(timeout_s, self._ears.fileno())
+
+    def ring_bell(self) -> None:
+        """Wake whoever is in `wait`."""
+        os.eventfd_write(self._bell, 1)
+
+    def ended(self) -> str | None:
+        """Why the connection is over, None while it is not; silences the bell."""
+        if not self._ears.poll(0):
+            return None
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        return self.link.ended()
+
+    def close(self) -> None:
+        """End the connection. Payloads stay readable."""
+        self.link.close()
+        self._ears.close()
+        os.close(self._bell)
+
+    def error_of(self, completion: Completion, socket_path: Path) -> K3Error:
+        """The typed error for a completion that grants nothing."""
+        status, layer, expert = completion.status, completion.layer, completion.expert
+        if status in (Status.DAMAGED, Status.IO_ERROR):
+            known = completion.file < len(self._files)
+            path = self._files[completion.file] if known else f"file {completion.file}"
+            offset = completion.file_offset
+            if status == Status.DAMAGED:
+                return DamageError(
+                    "the expert's bytes differ from their digest, also when read a second time",
+                    path=path, layer=layer, expert=expert, offset=offset,
+                    advice="Find everything that is damaged with k3-verify --read-data all, then restore it",
+                )  # fmt: skip
+            reason = os.strerror(completion.error) if completion.error else "the file ended early"
+            return DriveError(f"cannot read: {reason}", path=path, layer=layer, expert=expert, offset=offset)
+        if status == Status.NO_SUCH_EXPERT:
+            return ExpertError("the daemon has no such expert", path=socket_path, layer=layer, expert=expert)
+        if status == Status.QUOTA:
+            return BudgetError("the daemon counts more leases than its quota", layer=layer, expert=expert)
+        return DaemonError(f"the daemon refused a lease with status {status}", layer=layer, expert=expert)

@@ -1,0 +1,84 @@
+"""A daemon's status as text for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """What `k3-store status` prints."""
+    cache = status["cache"]
+    yield f"container {status['container']} at {status['home']}"
+    yield (
+        f"process   {status['pid']} on {status['socket']}, up {status['uptime_s']:.0f} s, "
+        f"reads by {status['io']} x {status['io_depth']} per drive, checked {status['verify']}"
+    )
+    yield f"dense     {_gb(status['dense']['bytes'])}, read in {status['dense']['load_s']:.2f} s"
+    yield ""
+    yield from table(
+        ("drive", "model", "share", "O_DIRECT", "queue", "GB/s now", "GB/s busy", "read", "errors", "re-reads"),
+        [
+            (
+                drive["path"],
+                drive["model"] or drive["device"] or "unknown",
+                f"{100 * drive['share']:.0f} %",
+                "yes" if drive["direct"] else "NO",
+                drive["queue"],
+                f"{drive['recent_gb_per_s']:.3f}",
+                f"{drive['busy_gb_per_s']:.3f}",
+                _gb(drive["read_bytes"]),
+                drive["errors"],
+                drive["re_reads"],
+            )
+            for drive in status["drives"]
+        ],
+    )
+    asked = cache["hits"] + cache["misses"] + cache["coalesced"]
+    share = f" ({100 * cache['hits'] / asked:.1f} %)" if asked else ""
+    states = ", ".join(f"{count} {name}" for name, count in cache["states"].items())
+    yield ""
+    size = f"{cache['slots']} slots of {cache['slot_bytes']} bytes ({_gb(cache['bytes'])})"
+    yield f"cache     {cache['policy']}, {size}: {states}"
+    yield (
+        f"experts   {asked} asked for: {cache['hits']} hits{share}, {cache['misses']} misses, "
+        f"{cache['coalesced']} coalesced; {cache['evictions']} evictions, {cache['failed']} failed"
+    )
+    yield (
+        f"prefetch  {cache['prefetched']} read ahead, {cache['prefetch_hits']} of them used, "
+        f"{cache['prefetch_wasted']} dropped unused"
+    )
+    yield f"clients   {len(status['clients'])} of {status['max_clients']}, {status['quota']} leases each"
+
+
+def ps_lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """What `k3-store ps` prints."""
+    rows = [
+        (
+            client["client"],
+            client["name"],
+            client["pid"] if client["pid"] is not None else "?",
+            f"{client['connected_s'] or 0:.0f} s",
+            client["leases"],
+            _gb(client["leased_bytes"]),
+            client["waiting"],
+            client["granted"],
+            client["errors"],
+        )
+        for client in status["clients"]
+    ]
+    yield from table(("client", "name", "pid", "since", "leases", "leased", "waiting", "granted", "errors"), rows)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Columns as wide as they need to be, numbers to the right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
+    right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(heads))]
+    for line in (heads, *texts):
+        cells = [cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)]
+        yield "  ".join(cells).rstrip()
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3f} GB"

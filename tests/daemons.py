@@ -1,0 +1,170 @@
+"""What tests of the daemon share: one in this process (faults can be injected), one in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from k3.container.errors import DaemonError
+from k3.store.daemon import Daemon, DaemonOptions
+from k3.store.link import ask_status
+from k3.store.native import NativeServer
+from k3.store.notify import Notifier, Supervisor
+from k3.store.service import ServeSettings, Service
+from k3.store.socket_file import claim
+
+START_S = 60.0
+
+
+@dataclass
+class Inside:
+    """A daemon whose loop runs in a thread of this process."""
+
+    socket: Path
+    daemon: Daemon
+    service: Service
+
+    @property
+    def server(self) -> NativeServer:
+        return self.service._server
+
+    def status(self) -> dict[str, Any]:
+        return ask_status(self.socket)
+
+
+@contextlib.contextmanager
+def daemon_inside(
+    socket: Path, directories: Sequence[Path], *, group: int | None = None, drain_s: float = 5.0, **settings: Any
+) -> Iterator[Inside]:
+    """Serve a container until the end of the block."""
+    claimed = claim(socket)
+    try:
+        service = Service.open(ServeSettings(tuple(directories), **settings), lambda what, done, total: None)
+    except BaseException:
+        claimed.close()
+        raise
+    options = DaemonOptions(group=group, drain_s=drain_s, with_signals=False)
+    daemon = Daemon(service, claimed, Notifier(Supervisor()), options)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            daemon.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="daemon")
+    thread.start()
+    try:
+        wait_until(lambda: failures or answers(socket))
+        assert not failures
+        yield Inside(socket, daemon, service)
+    finally:
+        if thread.is_alive():
+            daemon.stop("the test is over")
+        thread.join(60)
+        assert not thread.is_alive(), "the daemon never ended"
+        service.close()
+        claimed.close()
+        if failures:
+            raise failures[0]
+
+
+@dataclass
+class Outside:
+    """A daemon in a process of its own."""
+
+    socket: Path
+    process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
+
+    def status(self) -> dict[str, Any]:
+        return ask_status(self.socket)
+
+    def kill(self) -> None:
+        """As the kernel does it when memory is out."""
+        self.process.kill()
+        self.process.wait(60)
+
+    def terminate(self) -> float:
+        """As systemd does it; how long it took."""
+        began_s = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+        return time.monotonic() - began_s
+
+
+def serve_command(socket: Path, directories: Sequence[Path], *options: str) -> list[str]:
+    return [
+        sys.executable, "-m", "k3.store.cli", "serve", "--dirs", ",".join(map(str, directories)), "--socket",
+        str(socket), *options,
+    ]  # fmt: skip
+
+
+def start(socket: Path, directories: Sequence[Path], *options: str, ready: bool = True, **how: Any) -> Outside:
+    """Start a daemon; with `ready`, wait until it answers."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("K3_")}
+    how = {"env": environment, **how}
+    command = serve_command(socket, directories, "--log-json", *options)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
+    daemon = Outside(socket, process)
+
+    def listen() -> None:
+        assert process.stderr is not None
+        with process.stderr:
+            daemon.log.extend(process.stderr)
+
+    threading.Thread(target=listen, daemon=True).start()
+    if ready:
+        try:
+            wait_until(lambda: process.poll() is not None or answers(socket), START_S)
+            assert process.poll() is None, "".join(daemon.log)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    return daemon
+
+
+@contextlib.contextmanager
+def daemon_outside(socket: Path, directories: Sequence[Path], *options: str, **how: Any) -> Iterator[Outside]:
+    """`start`, and the end of the process with the block."""
+    daemon = start(socket, directories, *options, **how)
+    try:
+        yield daemon
+    finally:
+        daemon.process.kill()
+        daemon.process.wait(60)
+
+
+def messages(daemon: Outside) -> list[str]:
+    """What it logged."""
+    return [json.loads(line)["message"] for line in daemon.log if line.startswith("{") and "message" in line]
+
+
+def answers(socket: Path) -> bool:
+    """Whether a daemon serves there."""
+    try:
+        ask_status(socket)
+    except DaemonError:
+        return False
+    return True
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 30.0) -> float:
+    """Wait until something holds; how long it took. AssertionError when the time is over."""
+    began_s = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began_s < seconds, "waited in vain"
+        time.sleep(0.002)
+    return time.monotonic() - began_s

@@ -1,0 +1,211 @@
+"""Holds up: one daemon per socket; stale ones are taken over only when certainly stale, nothing else removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from k3.container.errors import SocketError
+from k3.store.socket_file import adopt, check_length, claim, default_path, usual_path
+
+
+def leave_behind(path: Path) -> None:
+    """A socket file as a killed daemon leaves it."""
+    left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left.bind(str(path))
+    left.listen()
+    left.close()
+    assert path.exists()
+
+
+def test_a_claimed_socket_listens_and_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    claimed = claim(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early, pytest.raises(ConnectionRefusedError):
+        early.connect(str(path))  # not before it listens
+    claimed.socket.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(str(path))
+    claimed.close()
+    assert not path.exists()
+    claimed.close()
+    claim(path).close()
+
+
+def test_a_daemon_that_drains_keeps_the_path_without_the_socket(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    claimed = claim(path)
+    claimed.withdraw()
+    assert not path.exists()
+    with pytest.raises(SocketError, match="another k3-store"):
+        claim(path)
+    claimed.close()
+    claim(path).close()
+
+
+def test_a_mode_and_a_group(tmp_path: Path) -> None:
+    claimed = claim(tmp_path / "s", mode=0o660, group=os.getgid())
+    status = (tmp_path / "s").stat()
+    assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o660, os.getgid())
+    claimed.close()
+
+
+def test_a_stale_socket_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    leave_behind(path)
+    claim(path).close()
+
+
+def test_a_second_daemon_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    first = claim(path)
+    for _ in range(2):
+        with pytest.raises(SocketError, match=rf"another k3-store \(process {os.getpid()}\)") as raised:
+            claim(path)
+        assert raised.value.path == str(path)
+    assert path.exists()
+    first.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link", "pipe"])
+def test_what_is_not_a_socket_is_never_removed(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "s"
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "link":
+        leave_behind(tmp_path / "other")
+        path.symlink_to("other")
+    else:
+        os.mkfifo(path)
+    before = os.lstat(path)
+    with pytest.raises(SocketError, match="not a socket"):
+        claim(path)
+    assert os.lstat(path) == before
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_somebody_elses_live_socket_is_left_alone(tmp_path: Path, kind: socket.SocketKind) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, kind) as other:
+        other.bind(str(path))
+        if kind != socket.SOCK_DGRAM:
+            other.listen()
+        with pytest.raises(SocketError, match="not certainly abandoned"):
+            claim(path)
+        assert path.exists()
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "s.lock").symlink_to(tmp_path / "target")
+    with pytest.raises(SocketError, match="cannot be locked"):
+        claim(tmp_path / "s")
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_socket_that_was_replaced_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    claimed = claim(path)
+    path.rename(tmp_path / "moved")  # so that the number cannot be given again
+    path.write_text("precious")
+    claimed.close()
+    assert path.read_text() == "precious"
+
+
+def test_a_long_path_is_refused_by_its_length(tmp_path: Path) -> None:
+    path = tmp_path / ("d" * 120) / "s"
+    with pytest.raises(SocketError, match="may have 107 bytes, this one has") as raised:
+        claim(path)
+    assert str(path) in str(raised.value)
+    assert "--socket" in str(raised.value)
+    check_length(Path("/" + "x" * 106))
+    with pytest.raises(SocketError):
+        check_length(Path("/" + "é" * 54))  # bytes, not characters
+
+
+def test_a_missing_directory_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SocketError, match=r"No such file.*Make the directory"):
+        claim(tmp_path / "no" / "s")
+
+
+STARTER = """
+    import sys, time
+    from pathlib import Path
+    from k3.container.errors import SocketError
+    from k3.store.socket_file import claim
+    print("up", flush=True)
+    sys.stdin.readline()
+    try:
+        claimed = claim(Path(sys.argv[1]))
+        claimed.socket.listen()
+        print("mine", flush=True)
+        time.sleep(60)
+    except SocketError as error:
+        print("refused", error, flush=True)
+"""
+
+
+def test_starters_race_for_a_stale_socket_and_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    leave_behind(path)
+    command = [sys.executable, "-c", textwrap.dedent(STARTER), str(path)]
+    starters = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    try:
+        for starter in starters:
+            assert starter.stdout is not None
+            assert starter.stdout.readline() == "up\n"
+        for starter in starters:
+            assert starter.stdin is not None
+            starter.stdin.write("\n")
+            starter.stdin.flush()
+        said = [starter.stdout.readline() for starter in starters if starter.stdout]
+        assert sorted(line.split()[0] for line in said) == ["mine", "refused", "refused", "refused"]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.connect(str(path))
+        winner = starters[[line.split()[0] for line in said].index("mine")]
+        winner.send_signal(signal.SIGKILL)
+        winner.wait()
+        claim(path).close()  # what a killed daemon leaves is no obstacle
+    finally:
+        for starter in starters:
+            starter.kill()
+            starter.communicate()
+
+
+def test_a_socket_from_systemd(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
+        made.bind(str(path))
+        made.listen()
+        claimed = adopt(os.dup(made.fileno()))
+    assert claimed.path == path
+    claimed.close()
+    assert path.exists()  # systemd's, not ours
+
+
+def test_another_kind_of_descriptor_from_systemd_is_refused(tmp_path: Path) -> None:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream,
+        pytest.raises(SocketError, match="SEQPACKET"),
+    ):
+        adopt(os.dup(stream.fileno()))
+    with open(tmp_path / "f", "w") as file, pytest.raises(SocketError, match="not a socket"):
+        adopt(os.dup(file.fileno()))
+
+
+def test_default_places(tmp_path: Path) -> None:
+    assert default_path("/run/user/1000") == Path("/run/user/1000/k3-store.sock")
+    assert default_path(None) == default_path("") == Path("/run/k3-store/k3-store.sock")
+    assert usual_path(str(tmp_path)) == tmp_path / "k3-store.sock"
