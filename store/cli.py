@@ -113,7 +113,7 @@ def main() -> None:
     type=click.IntRange(1, 512),
     help="Experts that each client may hold at once.  [default: half of the slots divided by clients, 32 to 512]",
 )
-@click.option("--policy", default="layer-lru", help="Which experts stay in memory; see simulate.")
+@click.option("--policy", default="least-stale", help="Which experts stay in memory; see simulate.")
 @click.option("--io", type=click.Choice(["threads", "uring"]), default="threads", help="How reads are made.")
 @click.option(
     "--io-depth", type=click.IntRange(1, 64), default=4, envvar="K3_IO_DEPTH", help="Reads under way per drive."

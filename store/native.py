@@ -72,7 +72,7 @@ class ServerSettings:
     slots: int
     max_clients: int
     quota: int
-    policy: str = "layer-lru"
+    policy: str = "least-stale"
     pins: tuple[tuple[int, int], ...] = ()
     io: Io = "threads"
     io_depth: int = 4  # reads in progress per root

@@ -18,10 +18,10 @@ layer-lru
     key, the least recently used of the layers that have more than their share goes; if those have no free key,
     the least recently used of all.
 least-stale
-    A pass begins when the accessed layer is lower than the one accessed before. Each layer offers its least
-    recently used free key; the offer is stale when that key was last accessed or inserted before the current pass
-    began. The layer accessed last is asked first, because it comes round last; then the one below it and so on,
-    then from the top layer down. The first stale offer goes, or if there is none the first offer.
+    A layer is visited when one of its experts is accessed after another layer's. Each layer offers its least
+    recently used free key; the offer's staleness is the number of visits of that layer since the one in which the
+    key was last accessed or inserted. The stalest offer goes; of equally stale ones, that of the layer that comes
+    round last: the layer accessed last, then the one below it and so on, then from the top layer down.
 s3-fifo
     Newcomers join the small queue, or the main queue if they are remembered: of the keys evicted from the small
     queue, the newest `capacity` - `capacity` // 10 are. Each access of a key that is in counts, up to 3. While the
@@ -86,7 +86,7 @@ class _Entry:
 
     used: int
     holds: int = 0
-    accessed_in_pass: int = 0
+    visit: int = 0
     joined: int = 0
     in_small: bool = True
     count: int = 0
@@ -128,7 +128,7 @@ class PolicyModel:
             return False
         entry = self._entries[layer, expert]
         entry.used = self.tick()
-        self.accessed(entry)
+        self.accessed((layer, expert), entry)
         return True
 
     def insert(self, layer: int, expert: int) -> list[Key]:
@@ -192,7 +192,7 @@ class PolicyModel:
     def passing(self, layer: int) -> None:
         """An expert of this layer is wanted, in or not."""
 
-    def accessed(self, entry: _Entry) -> None:
+    def accessed(self, key: Key, entry: _Entry) -> None:
         """A key that is in was accessed."""
 
     def joined(self, key: Key, entry: _Entry) -> None:
@@ -238,41 +238,40 @@ class LayerLruModel(PolicyModel):
 
 
 class LeastStaleModel(PolicyModel):
-    """What the current pass has left behind goes first."""
+    """What its own layer passed over most often goes first."""
 
     name = "least-stale"
 
     def __init__(self, capacity: int, counts: Mapping[int, int], pins: Sequence[Key] = ()) -> None:
         super().__init__(capacity, counts, pins)
-        self._layer = 0
-        self._pass = 0
+        self._layer = -1
+        self._visits = dict.fromkeys(counts, 0)
 
     def passing(self, layer: int) -> None:
-        """A lower layer than before begins a pass."""
-        self._pass += layer < self._layer
+        """Another layer than before is visited."""
+        self._visits[layer] += layer != self._layer
         self._layer = layer
 
-    def accessed(self, entry: _Entry) -> None:
-        """Used in this pass."""
-        entry.accessed_in_pass = self._pass
+    def accessed(self, key: Key, entry: _Entry) -> None:
+        """Used in this visit."""
+        entry.visit = self._visits[key[0]]
 
     def joined(self, key: Key, entry: _Entry) -> None:
-        """Used in this pass."""
-        entry.accessed_in_pass = self._pass
+        """Used in this visit."""
+        entry.visit = self._visits[key[0]]
 
     def victim(self, incoming: Key | None) -> Key | None:
-        """The first stale offer, or the first offer."""
-        layers = sorted({layer for layer, _ in self._entries}, reverse=True)
-        order = [layer for layer in layers if layer <= self._layer] + [
-            layer for layer in layers if layer > self._layer
+        """The stalest offer."""
+        downwards = sorted(self._counts, reverse=True)
+        order = [layer for layer in downwards if layer <= self._layer] + [
+            layer for layer in downwards if layer > self._layer
         ]
-        offers = [
-            offer
-            for layer in order
-            if (offer := self.least_recent(item for item in self.free() if item[0][0] == layer)) is not None
-        ]
-        stale = (offer for offer in offers if self._entries[offer].accessed_in_pass < self._pass)
-        return next(stale, offers[0] if offers else None)
+        offers = [self.least_recent(item for item in self.free() if item[0][0] == layer) for layer in order]
+        some = [offer for offer in offers if offer is not None]
+        return max(some, key=self._staleness, default=None)  # the first of equals
+
+    def _staleness(self, key: Key) -> int:
+        return self._visits[key[0]] - self._entries[key].visit
 
 
 class S3FifoModel(PolicyModel):
@@ -286,7 +285,7 @@ class S3FifoModel(PolicyModel):
         self._ghosts_max = capacity - capacity // 10
         self._ghosts: list[Key] = []
 
-    def accessed(self, entry: _Entry) -> None:
+    def accessed(self, key: Key, entry: _Entry) -> None:
         """Count, up to 3."""
         entry.count = min(3, entry.count + 1)
 

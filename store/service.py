@@ -61,7 +61,7 @@ class ServeSettings:
     reserve_bytes: int | None = None
     max_clients: int = 8
     quota: int | None = None
-    policy: str = "layer-lru"
+    policy: str = "least-stale"
     io: Literal["threads", "uring"] = "threads"
     io_depth: int = 4
     verify: Verify = "always"

@@ -105,7 +105,7 @@ def _insert(cache: Policy, layer: int, expert: int) -> bool:
     """Whether there was room. The expert is not in, so no room is the only ground for a refusal."""
     try:
         cache.insert(layer, expert)
-    except (RuntimeError, ValueError):
+    except RuntimeError:
         return False
     return True
 

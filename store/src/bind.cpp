@@ -292,7 +292,7 @@ void bind_policy(nb::module_& m) {
              [](Policy& p, uint32_t layer, uint32_t expert) {
                  std::vector<Key> evicted;
                  if (!p.insert({layer, expert}, evicted)) {
-                     throw std::length_error("every expert in the policy is held: there is no room for one more");
+                     throw std::runtime_error("every expert in the policy is held: there is no room for one more");
                  }
                  std::vector<Pair> pairs;
                  for (const Key& key : evicted) pairs.push_back(pair_of(key));

@@ -85,16 +85,16 @@ public:
     struct Entry {
         Key key;
         uint64_t stamp;
-        uint64_t pass;
+        uint64_t visit;
     };
 
     bool contains(Key key) const { return where_.count(key) != 0; }
     bool empty() const { return order_.empty(); }
     const Entry& oldest() const { return order_.front(); }
 
-    void newest(Key key, uint64_t stamp, uint64_t pass = 0) {
+    void newest(Key key, uint64_t stamp, uint64_t visit = 0) {
         drop(key);
-        where_[key] = order_.insert(order_.end(), Entry{key, stamp, pass});
+        where_[key] = order_.insert(order_.end(), Entry{key, stamp, visit});
     }
 
     void drop(Key key) {
@@ -206,52 +206,54 @@ public:
 
 protected:
     void touched(Key key, bool present) override {
-        if (key.layer < current_) ++pass_;
+        if (key.layer != current_) ++layers_[key.layer].visits;
         current_ = key.layer;
         if (present) freshen(key);
     }
 
     bool choose(const Key*, bool must, Key& victim) override {
         if (!must) return false;
-        return choose_from(true, victim) || choose_from(false, victim);
+        uint64_t stalest = 0;
+        bool found = false;
+        const auto look_at = [&](const Layer& layer) {
+            if (layer.order.empty()) return;
+            const uint64_t staleness = layer.visits - layer.order.oldest().visit;
+            if (found && staleness <= stalest) return;
+            stalest = staleness;
+            victim = layer.order.oldest().key;
+            found = true;
+        };
+        // The layer being visited now comes round last, the one before it earlier, and so on downwards and round.
+        const auto after = layers_.upper_bound(current_);
+        for (auto at = after; at != layers_.begin();) look_at((--at)->second);
+        for (auto at = layers_.end(); at != after;) look_at((--at)->second);
+        return found;
     }
 
     void added(Key key) override { freshen(key); }
     void gone(Key key, bool) override {
-        layers_[key.layer].drop(key);
-        passes_.erase(key);
+        layers_[key.layer].order.drop(key);
+        visits_.erase(key);
     }
-    void now_held(Key key) override { layers_[key.layer].drop(key); }
-    // Giving back is no use of its own: the pass is that of the last access.
-    void now_free(Key key) override { layers_[key.layer].newest(key, ++clock_, passes_[key]); }
+    void now_held(Key key) override { layers_[key.layer].order.drop(key); }
+    // Giving back is no use of its own: the visit is that of the last access.
+    void now_free(Key key) override { layers_[key.layer].order.newest(key, ++clock_, visits_[key]); }
 
 private:
-    // The layer being passed now comes round last, the one before it earlier, and so on downwards and round.
-    bool choose_from(bool stale_only, Key& victim) {
-        const auto try_layer = [&](const UseOrder& order) {
-            if (order.empty() || (stale_only && order.oldest().pass >= pass_)) return false;
-            victim = order.oldest().key;
-            return true;
-        };
-        const auto after = layers_.upper_bound(current_);
-        for (auto at = after; at != layers_.begin();) {
-            if (try_layer((--at)->second)) return true;
-        }
-        for (auto at = layers_.end(); at != after;) {
-            if (try_layer((--at)->second)) return true;
-        }
-        return false;
-    }
+    struct Layer {
+        uint64_t visits = 0;
+        UseOrder order;
+    };
 
     void freshen(Key key) {
-        passes_[key] = pass_;
-        if (!held(key)) layers_[key.layer].newest(key, ++clock_, pass_);
+        Layer& layer = layers_[key.layer];
+        visits_[key] = layer.visits;
+        if (!held(key)) layer.order.newest(key, ++clock_, layer.visits);
     }
 
-    std::map<uint32_t, UseOrder> layers_;
-    std::unordered_map<Key, uint64_t, KeyHash> passes_;
-    uint32_t current_ = 0;
-    uint64_t pass_ = 0;
+    std::map<uint32_t, Layer> layers_;
+    std::unordered_map<Key, uint64_t, KeyHash> visits_;  // in which visit of its layer a key was last used
+    uint32_t current_ = UINT32_MAX;
     uint64_t clock_ = 0;
 };
 

@@ -77,8 +77,8 @@ private:
 //                while its keys are held or room is free; what exceeds is the first to go when others need room.
 // "lru"          one list over all layers.
 // "s3-fifo"      small and main queue (1 : 9) and a ghost list as long as main; frequency counts up to 3.
-// "least-stale"  first what was not used since the pass before the current one began, of the layer that comes round
-//                last; a pass begins when the accessed layer is lower than the one accessed before.
+// "least-stale"  a layer is visited when one of its experts is accessed after another layer's. First what was left
+//                unused for most visits of its own layer; of equals, what belongs to the layer that comes round last.
 // "pin-lru"      `pins` never leave once they are in; the rest is one LRU list.
 // In the lists that order by use, a key is newest at its last access and again at its last unhold.
 // std::invalid_argument for an unknown name or a capacity of 0.

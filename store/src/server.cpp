@@ -188,8 +188,8 @@ void Server::lease(Client& client, const Request& request, Op op) {
         return;
     }
     if (op == Op::lease) ++misses_;
-    std::vector<Waiter> waiters = {waiter};
-    if (!take_off(key, Kind::demand, waiters)) pending_.push_back({key, std::move(waiters)});
+    // Not begun before the rest of the batch is seen: a miss must not evict an expert of its own set that is here.
+    pending_.push_back({key, {waiter}});
 }
 
 void Server::release(Client& client, const Request& request) {
@@ -258,13 +258,30 @@ void Server::cancel(Client& client, uint64_t tag) {
 void Server::unpin(Client& client, Key key) {
     const auto pin = client.pins.find(key);
     if (pin == client.pins.end()) {
-        ++client.stale_releases;
-        ++stale_releases_;
+        if (!call_off_pins(client, key)) {
+            ++client.stale_releases;
+            ++stale_releases_;
+        }
         return;
     }
     slots_->let_go(pin->second);
     client.pins.erase(pin);
     --pinned_;
+}
+
+// Answers a client's pins of an expert that is still being read; the read goes on. False when there are none.
+bool Server::call_off_pins(Client& client, Key key) {
+    const auto flight = flights_.find(key);
+    Pending* const pending = flight == flights_.end() ? pending_for(key) : nullptr;
+    if (flight == flights_.end() && pending == nullptr) return false;
+    std::vector<Waiter>& waiters = pending != nullptr ? pending->waiters : flight->second->waiters;
+    const auto called_off = std::stable_partition(waiters.begin(), waiters.end(), [&](const Waiter& waiter) {
+        return waiter.client != client.id || waiter.op != Op::pin;
+    });
+    const std::vector<Waiter> answered(called_off, waiters.end());
+    waiters.erase(called_off, waiters.end());
+    answer_all(answered, key, Status::cancelled);
+    return !answered.empty();
 }
 
 // Gives a ready slot to one who asked for it.

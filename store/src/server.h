@@ -186,6 +186,7 @@ private:
     void prefetch(Client& client, const Request& request);
     void cancel(Client& client, uint64_t tag);
     void unpin(Client& client, Key key);
+    bool call_off_pins(Client& client, Key key);
     void grant(Client& client, uint32_t slot, const Waiter& waiter);
     void answer(Client& client, const Completion& completion);
     void answer_status(const Waiter& waiter, Key key, Status status);
