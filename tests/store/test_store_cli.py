@@ -47,7 +47,7 @@ def test_status(built: Built, daemon: Inside) -> None:
         str(built.directories[1]),
         "33 %",
         "67 %",
-        "layer-lru",
+        "least-stale",
         "3 held",
         "3 misses",
         "1 of 2",
