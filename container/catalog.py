@@ -29,9 +29,16 @@ _SPARE_BYTES = 1 << 20
 
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
 
-_mapped: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
-_mapped_lock = threading.Lock()
+_mapped: dict[tuple[int, int], _Map] = {}
+_mapped_lock = threading.RLock()
 """Catalogs that are open, by device and inode: LMDB maps a file once per process, so readers share the map."""
+
+
+@dataclass(slots=True)
+class _Map:
+    environment: Any
+    databases: dict[bytes, Any]
+    readers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,24 +182,40 @@ def _is_full(path: Path) -> bool:
     return status.f_bavail * status.f_frsize < _SPARE_BYTES
 
 
-def _map(path: Path) -> Any:
-    """The environment of a catalog, shared with whoever has it open already. Called with the lock held."""
+def _map(path: Path) -> tuple[tuple[int, int], _Map]:
+    """The map of a catalog, shared with whoever has it open already."""
+    with _mapped_lock:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise drive_error("cannot open the catalog", error, path) from error
+        if status.st_size == 0:
+            raise DamageError("catalog is empty", path=path, advice="Restore it from a copy, or repack")
+        key = (status.st_dev, status.st_ino)
+        if key not in _mapped:
+            _mapped[key] = _open(path)
+        _mapped[key].readers += 1
+        return key, _mapped[key]
+
+
+def _open(path: Path) -> _Map:
+    environment = lmdb.open(
+        os.fspath(path), subdir=False, readonly=True, lock=False, create=False,
+        max_dbs=len(_DATABASES), readahead=False,
+    )  # fmt: skip
     try:
-        status = path.stat()
-    except OSError as error:
-        raise drive_error("cannot open the catalog", error, path) from error
-    if status.st_size == 0:
-        raise DamageError("catalog is empty", path=path, advice="Restore it from a copy, or repack")
-    key = (status.st_dev, status.st_ino)
-    environment = _mapped.get(key)
-    if environment is None:
-        environment = lmdb.open(
-            os.fspath(path), subdir=False, readonly=True, lock=False, create=False,
-            max_dbs=len(_DATABASES), readahead=False,
-        )  # fmt: skip
         refuse_cut_map(environment, path)
-        _mapped[key] = environment
-    return environment
+        return _Map(environment, {name: environment.open_db(name, create=False) for name in _DATABASES})
+    except BaseException:
+        environment.close()
+        raise
+
+
+def _unmap(key: tuple[int, int]) -> None:
+    with _mapped_lock:
+        _mapped[key].readers -= 1
+        if _mapped[key].readers == 0:
+            _mapped.pop(key).environment.close()
 
 
 def _record(tensor: CatalogTensor) -> dict[str, Any]:
@@ -229,18 +252,17 @@ class CatalogReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with _mapped_lock:
-                self._environment = _map(path)
-                self._databases = {name: self._environment.open_db(name, create=False) for name in _DATABASES}
+            key, shared = _map(path)
         except lmdb.NotFoundError as error:
             raise DamageError(f"catalog lacks a database: {error}", path=path) from error
         except lmdb.Error as error:
             raise lmdb_error("catalog cannot be opened", error, path) from error
+        self._environment, self._databases = shared.environment, shared.databases
+        self._release = weakref.finalize(self, _unmap, key)
 
     def close(self) -> None:
-        """Let go of the map; the last reader of a file unmaps it."""
-        self._databases = {}
-        self._environment = None
+        """Let go of the map; the last reader of a file unmaps it. A second call does nothing."""
+        self._release()
 
     def files(self) -> list[DataFile]:
         """All data files in number order."""

@@ -372,3 +372,37 @@ def check_manifest(manifest: dict[str, Any], home: Path, sources: Sequence[Path]
     assert {path.name for path in home.iterdir() if path.is_file()} == texts | {
         "manifest.json", "catalog.mdb", "dense.safetensors",
     }  # fmt: skip
+
+
+def vision_names(snapshot: Path) -> list[str]:
+    names = source_tensors(snapshot)
+    return [name for name in names if name.startswith(("vision_tower.", "mm_projector."))]
+
+
+def prove(
+    snapshot: Path,
+    home: Path,
+    *options: object,
+    drives: Sequence[Path] = (),
+    more: Sequence[Path] = (),
+    **expect: Any,
+) -> Found:
+    """Repack with --verify-full, look at the result with other eyes, and run it again."""
+    arguments: list[object] = [snapshot, home, *options]
+    if drives:
+        arguments += ["--dirs", ",".join(map(str, drives))]
+    if more:
+        arguments += ["--source-dirs", ",".join(map(str, more))]
+    source = tree(snapshot, *more)
+    result = repacked(*arguments, "--verify-full")
+    assert "verified: EQUAL" in result.output
+    others = [drive for drive in drives if drive.resolve() != home.resolve()]
+    expect.setdefault("skipped", [n for d in (snapshot, *more) for n in vision_names(d)])
+    found = check_container(home, [snapshot, *more], drives=others, **expect)
+    before = tree(home, *drives)
+    again = repacked(*arguments)
+    assert "complete already" in again.output
+    assert "Nothing was written" in again.output
+    assert tree(home, *drives) == before
+    assert tree(snapshot, *more) == source, "the source is never touched"
+    return found

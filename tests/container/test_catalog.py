@@ -141,10 +141,13 @@ def test_several_readers_share_a_file_and_close_one_by_one(catalog: Path, tmp_pa
         assert all(reader.expert(1, 5) == [EXTENT] for reader in readers[closed:])
         readers[closed].close()
     again = CatalogReader(catalog)
-    iterator = again.experts()
-    assert next(iterator)[1] == 0
-    again.close()  # an iteration under way keeps the map
-    assert sum(1 for _ in iterator) == 399
+    assert len(list(again.experts())) == 400
+    again.close()
+    again.close()
+    for _ in range(3):  # a reader that nobody closed lets go by itself
+        CatalogReader(catalog)
+    os.truncate(catalog, 0)
+    write(catalog, [], {}, [])
 
 
 def test_a_reader_of_a_replaced_file_keeps_the_old_one(catalog: Path, tmp_path: Path) -> None:
@@ -162,7 +165,7 @@ def test_readers_work_from_many_threads_at_once(catalog: Path) -> None:
 
     def work() -> None:
         try:
-            for _ in range(20):
+            for _ in range(60):
                 reader = CatalogReader(catalog)
                 assert all(reader.expert(1, expert) == [EXTENT] for expert in range(0, 400, 7))
                 assert len(reader.tensors()) == 1
