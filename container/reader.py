@@ -207,13 +207,18 @@ def read_manifest(home: Path) -> Manifest:
     return parse_manifest(_read_small(path), path)
 
 
+def recorded_places(home: Path, manifest: Manifest) -> list[Path]:
+    """Where each root was when the container was made, by number."""
+    base = home.resolve()  # recorded paths are relative to the directory itself, not to a link to it
+    return [Path(os.path.normpath(base / root.path)) for root in manifest.roots]
+
+
 def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[LocatedRoot, ...]:
     """Find every root: drive roots by the UUID in their root.json, among `places` and where roots were recorded.
 
     IncompleteError names every root that is nowhere.
     """
-    base = home.resolve()  # recorded paths are relative to the directory itself, not to a link to it
-    hints = [Path(os.path.normpath(base / root.path)) for root in manifest.roots]
+    hints = recorded_places(home, manifest)
     drives = {uuid: place for place in (*hints, *places) if (uuid := _root_identity(place, manifest)) is not None}
     found = []
     missing = []

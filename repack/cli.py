@@ -157,7 +157,9 @@ def main(
     if shares is not None and len(shares) != len(dirs or (container,)):
         raise click.UsageError(f"--shares has {len(shares)} numbers for {len(dirs or (container,))} directories")
     if in_place and (dirs or shares):
-        raise click.UsageError("--in-place leaves the experts where they are: --dirs and --shares do not apply")
+        raise click.UsageError(
+            "--in-place leaves the experts where they are: --dirs (or K3_DIRS) and --shares do not apply"
+        )
     if bwlimit is not None and bwlimit <= 0:
         raise click.UsageError("--bwlimit must be more than 0")
     request = RepackRequest(

@@ -36,6 +36,7 @@ from k3.container.snapshot import Snapshot
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan, Span
 
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", PARTIAL_SUFFIX)
 SMALL_FILE_BYTES_MAX = 64 << 20
 _RECORD_BYTES_MAX = 4096
 """A JSON record of the catalog with the longest name that a header may have."""
@@ -81,17 +82,36 @@ def small_files(snapshot: Snapshot) -> list[tuple[str, Path]]:
     SourceError for a link that leads nowhere and for a name that no manifest can hold.
     """
     found: dict[str, Path] = {}
+    for path in _other_files(snapshot):
+        if not path.name.isprintable():
+            raise SourceError(
+                f"file name {path.name!a} is not printable text", path=path.parent, advice="Rename it"
+            )
+        if path.name not in RESERVED_NAMES and regular_size(path, SourceError) <= SMALL_FILE_BYTES_MAX:
+            found.setdefault(path.name, path)
+    return sorted(found.items())
+
+
+def left_behind(snapshot: Snapshot) -> list[str]:
+    """What lies in the snapshot beside its shards and is not taken along, with the reason."""
+    reasons = []
+    for path in _other_files(snapshot):
+        if path.name in RESERVED_NAMES:
+            reasons.append(f"{path.name} is not taken along: a container has a file of this name")
+        elif regular_size(path, SourceError) > SMALL_FILE_BYTES_MAX:
+            reasons.append(f"{path.name} is not taken along: it is larger than {SMALL_FILE_BYTES_MAX >> 20} MiB")
+    return reasons
+
+
+def _other_files(snapshot: Snapshot) -> Iterator[Path]:
+    """Files beside the shards that are neither weights nor hidden; folders are somebody else's business."""
     for directory in snapshot.directories:
         for path in sorted(directory.iterdir()):
-            name = path.name
-            weights = name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf", PARTIAL_SUFFIX))
-            if weights or name.startswith(".") or name in RESERVED_NAMES or path.is_dir():
-                continue
-            if not name.isprintable():
-                raise SourceError(f"file name {name!a} is not printable text", path=directory, advice="Rename it")
-            if regular_size(path, SourceError) <= SMALL_FILE_BYTES_MAX:
-                found.setdefault(name, path)
-    return sorted(found.items())
+            weights = path.name.endswith(
+                (".safetensors", ".safetensors.index.json", ".bin", ".gguf", PARTIAL_SUFFIX)
+            )
+            if not weights and not path.name.startswith(".") and not path.is_dir():
+                yield path
 
 
 def publish(plan: Plan, directories: Mapping[int, Path], journal: Journal, probes: Mapping[int, int]) -> Manifest:

@@ -6,40 +6,35 @@ the run afterwards leaves a journal from which the same command continues.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from os.path import lexists
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from k3.container import checksum
 from k3.container.direct import drive_error, sync_directory
-from k3.container.errors import K3Error, NotAContainerError, ResumeError, ShardError
+from k3.container.errors import K3Error, ShardError
 from k3.container.layout import (
     EXPERTS_DIRECTORY,
     JOURNAL_NAME,
     MANIFEST_NAME,
     PARTIAL_SUFFIX,
-    RESERVED_NAMES,
-    ROOT_NAME,
 )
 from k3.container.manifest import Manifest
-from k3.container.reader import Container, read_manifest
+from k3.container.reader import Container
 from k3.container.regular_file import RegularFile
 from k3.container.snapshot import Snapshot
 from k3.repack.assemble import Assembler
 from k3.repack.compare import Comparison, compare_with_source
+from k3.repack.existing import is_in_place, recognise, refuse_foreign_files
 from k3.repack.journal import Journal, ShardRecord
-from k3.repack.likeness import first_unlike
+from k3.repack.lock import RootLocks
 from k3.repack.plan import Plan
 from k3.repack.preflight import check_space, drive_needs
 from k3.repack.probe import drive_rate, shares_from_rates
-from k3.repack.publish import finish_data_files, layer_ranges, publish, remove_journal, small_files
+from k3.repack.publish import finish_data_files, left_behind, publish, remove_journal
 from k3.repack.recheck import Recheck, journalled_bytes, recheck
 from k3.repack.request import RepackRequest
 from k3.repack.shard_stream import ShardStreamer
@@ -76,34 +71,6 @@ class RepackResult:
     already_complete: bool
 
 
-class _Lock(AbstractContextManager[None]):
-    """One repack at a time per directory; released by the kernel whatever happens to the process."""
-
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self._fds: list[int] = []
-        for directory in directories:
-            try:
-                self._fds.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-                fcntl.flock(self._fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                self.close()
-                if not isinstance(error, BlockingIOError):
-                    raise drive_error("cannot lock the directory", error, directory) from error
-                raise ResumeError(
-                    "another k3-repack is working in this directory", path=directory, advice="Wait for it to end"
-                ) from None
-
-    def close(self) -> None:
-        """Give the locks back."""
-        while self._fds:
-            os.close(self._fds.pop())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 def open_source(request: RepackRequest) -> Snapshot:
     """Open and check the snapshot, and refuse destinations inside it."""
     snapshot = Snapshot.open(request.sources, layers=request.layers)
@@ -125,20 +92,22 @@ def root_directories(request: RepackRequest, plan: Plan) -> dict[int, Path]:
 
 def plan_of_container(snapshot: Snapshot, manifest: Manifest, request: RepackRequest) -> Plan:
     """The plan that a finished container was made by, for this snapshot: its own shares, the request's recipe."""
-    return Plan(snapshot, request.recipe, manifest.shares, in_place=_is_in_place(manifest))
+    return Plan(snapshot, request.recipe, manifest.shares, in_place=is_in_place(manifest))
 
 
 def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
     """Make (or continue, or recognise) the container that `request` asks for. K3Error for whatever is refused."""
     snapshot = open_source(request)
-    for warning in snapshot.warnings:
+    for warning in [*snapshot.warnings, *left_behind(snapshot)]:
         watcher.note(warning)
     if (request.home / MANIFEST_NAME).exists():
-        return _already_complete(request, snapshot)
-    _refuse_foreign_files(request, snapshot)
+        manifest = recognise(request, snapshot)
+        (request.home / JOURNAL_NAME).unlink(missing_ok=True)  # a kill after the last step but one left it
+        return RepackResult(manifest, 0, 0, None, already_complete=True)
+    refuse_foreign_files(request, snapshot)
     made = _make_directories(request)
     try:
-        with _Lock(request.root_directories()):
+        with RootLocks(request.root_directories()):
             return _repack_locked(request, snapshot, watcher)
     finally:
         # A run that was refused before its journal existed leaves no empty directories behind.
@@ -400,92 +369,6 @@ def _source_record(snapshot: Snapshot) -> str:
         with RegularFile(shard.path) as file:
             headers.update(file.read(0, shard.header_bytes))
     return f"headers:{headers.hexdigest()}"
-
-
-def _already_complete(request: RepackRequest, snapshot: Snapshot) -> RepackResult:
-    """A finished container: fine if it is the one asked for, refused with the difference otherwise."""
-    manifest = read_manifest(request.home)
-    recipe = request.recipe
-    plan = plan_for(
-        request, snapshot, request.root_shares(request.shares or (1,) * len(request.drives or (None,)))
-    )
-    asked: dict[str, Any] = {
-        "bits": recipe.bits, "mla_bits": recipe.mla_bits, "head_bits": recipe.head_bits,
-        "in_place": request.in_place,
-        "shards": [[shard.name, shard.size_bytes] for shard in snapshot.shards],
-        "directories": len(plan.roots), "layers": layer_ranges(plan),
-    }  # fmt: skip
-    there: dict[str, Any] = {
-        **manifest.quantization,
-        "in_place": _is_in_place(manifest),
-        "shards": [[shard.name, shard.bytes] for shard in manifest.source],
-        "directories": len(manifest.roots),
-        "layers": manifest.geometry.layers,
-    }
-    if request.shares is not None and not request.in_place:
-        asked["shares"], there["shares"] = list(request.root_shares(request.shares)), list(manifest.shares)
-    published = {shard.name: shard.sha256 for shard in manifest.source}
-    for shard in snapshot.shards:
-        if shard.blob_sha256 is not None and published.get(shard.name, shard.blob_sha256) != shard.blob_sha256:
-            asked[f"sha256 of {shard.name}"] = shard.blob_sha256
-            there[f"sha256 of {shard.name}"] = published[shard.name]
-    if any(asked[key] != there[key] for key in asked):
-        raise _other_parameters(request, asked, there)
-    container = Container.open(request.home, (*request.root_directories()[1:], *snapshot.directories))
-    try:
-        unlike = first_unlike(container, snapshot)
-    finally:
-        container.close()
-    if unlike is not None:
-        raise ResumeError(
-            f"a finished container of another source is here: {unlike} differs from the snapshot's",
-            path=request.home,
-            advice="Choose another directory; a finished container is never changed",
-        )
-    if not request.in_place:
-        asked = {f"root {n}": str(path.resolve()) for n, path in enumerate(request.root_directories())}
-        there = {f"root {located.number}": str(located.directory.resolve()) for located in container.roots}
-        if asked != there:
-            raise _other_parameters(request, asked, there)
-    (request.home / JOURNAL_NAME).unlink(missing_ok=True)
-    return RepackResult(manifest, 0, 0, None, already_complete=True)
-
-
-def _other_parameters(request: RepackRequest, asked: Mapping[str, Any], there: Mapping[str, Any]) -> ResumeError:
-    details = "; ".join(
-        f"{key}: {there[key]!r} there, {asked[key]!r} asked for" for key in asked if asked[key] != there[key]
-    )
-    return ResumeError(
-        f"a finished container with other parameters is here: {details[:1000]}",
-        path=request.home,
-        advice="Choose another directory; a finished container is never changed",
-    )
-
-
-def _is_in_place(manifest: Manifest) -> bool:
-    return any(root.kind == "source" for root in manifest.roots)
-
-
-def _refuse_foreign_files(request: RepackRequest, snapshot: Snapshot) -> None:
-    """Files that the run would write over, without a journal: they are somebody else's."""
-    if (request.home / JOURNAL_NAME).exists():
-        return
-    for directory in request.root_directories():
-        if directory.exists() and not directory.is_dir():
-            raise NotAContainerError("the destination is not a directory", path=directory)
-        ours = {ROOT_NAME}
-        if directory == request.home:
-            ours |= {*RESERVED_NAMES, *(name for name, _ in small_files(snapshot))} - {EXPERTS_DIRECTORY}
-        there = [name for name in ours | {name + PARTIAL_SUFFIX for name in ours} if lexists(directory / name)]
-        experts = directory / EXPERTS_DIRECTORY
-        if experts.is_dir():
-            there += [f"{EXPERTS_DIRECTORY}/{path.name}" for path in experts.iterdir()]
-        if there:
-            raise NotAContainerError(
-                f"the directory holds {min(there)}, which belongs to no unfinished repack of this home",
-                path=directory,
-                advice="Choose an empty directory, or remove what is there yourself",
-            )
 
 
 def _make_directories(request: RepackRequest) -> list[Path]:

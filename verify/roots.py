@@ -8,12 +8,12 @@ only means that a root is taken to be where the manifest says.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from k3.container.layout import EXPERTS_DIRECTORY, ROOT_NAME
 from k3.container.manifest import Manifest
+from k3.container.reader import recorded_places
 from k3.verify.finding import Finding, Kind
 
 _MOUNT = "Mount the drive, or name its directory with --dirs"
@@ -26,7 +26,7 @@ def find_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[
     of the other roots, since drives may be mounted the other way round. A source root is the place that holds
     most of its files.
     """
-    hints = [Path(os.path.normpath(home / root.path)) for root in manifest.roots]
+    hints = recorded_places(home, manifest)
     by_uuid: dict[str, Path] = {}
     for candidate in [*places, *hints]:
         by_uuid.setdefault(_claims(candidate)[1], candidate)

@@ -209,3 +209,19 @@ def test_a_watcher_sees_every_byte_go_by(small: Path, tmp_path: Path) -> None:
     assert result.recheck is None
     written = sum(file.bytes - file.header_bytes for file in result.manifest.files)
     assert result.written_bytes == written
+
+
+def test_files_that_are_left_behind_are_told_of(tiny_snapshot: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_snapshot, source)
+    (source / "manifest.json").write_text("{}")
+    (source / "NOTES.md").write_text("kept")
+    notes: list[str] = []
+
+    class Listening(Watcher):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    repack(RepackRequest(sources=(source,), home=tmp_path / "out"), Listening())
+    assert [note for note in notes if note.startswith("manifest.json")]
+    assert (tmp_path / "out" / "NOTES.md").read_text() == "kept"

@@ -78,6 +78,13 @@ def test_moved_roots_are_found_by_their_uuid(built: Built, tmp_path: Path) -> No
     assert found(built, tmp_path / "elsewhere") == []
 
 
+def test_roots_are_found_from_a_link_to_home(built: Built, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link"
+    link.symlink_to(built.home)
+    assert check_structure(link).findings == []
+
+
 def test_swapped_roots_are_found_by_their_uuid(built: Built, tmp_path: Path) -> None:
     (tmp_path / "a").rename(tmp_path / "x")
     (tmp_path / "b").rename(tmp_path / "a")
