@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -59,6 +60,23 @@ class SizeType(click.ParamType[int]):
             return parse_size(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class DirectoryList(click.ParamType[tuple[Path, ...]]):
+    """A click parameter of directories separated by commas; an empty entry or one named twice is refused."""
+
+    name = "A,B,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = [name.strip() for name in str(value).split(",")]
+        if "" in names:
+            self.fail(f"{value!r} has an empty entry", param, ctx)
+        paths = tuple(Path(name) for name in names)
+        if len({path.resolve() for path in paths}) != len(paths):
+            self.fail(f"{value!r} names a directory twice", param, ctx)
+        return paths
 
 
 def exit_code_help(codes: Iterable[ExitCode]) -> str:

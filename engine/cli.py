@@ -93,7 +93,13 @@ _DIRECTORY = click.Path(path_type=Path)
 )
 @click.argument("text", required=False)
 @click.option("--container", type=_DIRECTORY, help="Run from a container made by k3-repack.")
-@click.option("--dirs", envvar="K3_DIRS", help="With --container: where its roots are, separated by commas.")
+@click.option(
+    "--dirs",
+    type=console.DirectoryList(),
+    envvar="K3_DIRS",
+    default=(),
+    help="With --container: where its roots are.",
+)
 @click.option(
     "--snapshot",
     type=_DIRECTORY,
@@ -270,7 +276,7 @@ def _model_settings(options: dict[str, Any]) -> ModelSettings:
     expert_gb = options["expert_gb"]
     return ModelSettings(
         container=container,
-        roots=_directories(options["dirs"]),
+        roots=options["dirs"],
         snapshot=tuple(snapshot),
         store=store,
         fallback=options["fallback"],
@@ -341,16 +347,6 @@ def _read_text(path: Path) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise click.UsageError(f"--prompt-file {path} is not UTF-8 at byte {error.start}.") from None
-
-
-def _directories(value: str | None) -> tuple[Path, ...]:
-    """--dirs: separated by commas."""
-    if value is None:
-        return ()
-    items = [item.strip() for item in value.split(",")]
-    if not all(items):
-        raise click.UsageError(f"--dirs {_short(value)} has an empty name in it.")
-    return tuple(Path(item) for item in items)
 
 
 def _on_command_line(name: str) -> bool:

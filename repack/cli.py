@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from k3.container.console import Progress, SizeType, emit_json, exit_code_help, format_size, run
+from k3.container.console import DirectoryList, Progress, SizeType, emit_json, exit_code_help, format_size, run
 from k3.container.errors import ExitCode
 from k3.container.recipe import MATRIX_ENCODINGS, Recipe
 from k3.repack.compare import Comparison
@@ -28,21 +28,6 @@ _CODES = (
 )  # fmt: skip
 _BITS = click.Choice([str(bits) for bits in MATRIX_ENCODINGS])
 _INTERRUPTED = "nothing is lost; run the same command again to continue"
-
-
-class _PathList(click.ParamType[tuple[Path, ...]]):
-    name = "A,B,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
-        if isinstance(value, tuple):
-            return value
-        names = str(value).split(",")
-        if "" in names:
-            self.fail(f"{value!r} has an empty entry", param, ctx)
-        paths = tuple(Path(name) for name in names)
-        if len({path.resolve() for path in paths}) != len(paths):
-            self.fail(f"{value!r} names a directory twice", param, ctx)
-        return paths
 
 
 class _Shares(click.ParamType[tuple[int, ...]]):
@@ -117,8 +102,8 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 @click.command(epilog=exit_code_help(_CODES))
 @click.argument("snapshot", type=click.Path(path_type=Path))
 @click.argument("container", type=click.Path(path_type=Path))
-@click.option("--source-dirs", type=_PathList(), default=(), help="Further directories of a split snapshot.")
-@click.option("--dirs", type=_PathList(), envvar="K3_DIRS", default=(), help="Drives for the expert pieces.")
+@click.option("--source-dirs", type=DirectoryList(), default=(), help="Further directories of a split snapshot.")
+@click.option("--dirs", type=DirectoryList(), envvar="K3_DIRS", default=(), help="Drives for the expert pieces.")
 @click.option("--shares", type=_Shares(), help="Each drive's part of every expert. Default: measured.")
 @click.option("--bits", type=_BITS, default="8", envvar="K3_BITS", show_default=True, help="Bits of matrices.")
 @click.option("--mla-bits", type=_BITS, default="8", envvar="K3_MLA_BITS", show_default=True, help="… of MLA.")

@@ -28,20 +28,6 @@ _EPILOG = console.exit_code_help(_CODES)
 _DIRECTORY = click.Path(path_type=Path)
 
 
-class _Directories(click.ParamType["tuple[Path, ...]"]):
-    """Directories separated by commas."""
-
-    name = "dir,dir"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
-        if isinstance(value, tuple):
-            return value
-        items = [item.strip() for item in str(value).split(",")]
-        if not all(items):
-            self.fail(f"{value!r} has an empty name in it", param, ctx)
-        return tuple(Path(item) for item in items)
-
-
 class _Depths(click.ParamType["tuple[int, ...]"]):
     """Numbers from 1 to 64 separated by commas."""
 
@@ -75,7 +61,7 @@ def _places(command: _F) -> _F:
     )(command)
     return click.option(
         "--dirs",
-        type=_Directories(),
+        type=console.DirectoryList(),
         envvar="K3_DIRS",
         default=(),
         help="Every directory of the container, separated by commas.",

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from k3.container.console import Progress, emit_json, exit_code_help, run
+from k3.container.console import DirectoryList, Progress, emit_json, exit_code_help, run
 from k3.container.errors import ContainerError, ExitCode
 from k3.verify.against_source import check_against_source, open_source
 from k3.verify.bytes import check_bytes
@@ -22,18 +22,6 @@ _CODES = (
     ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.SOURCE, ExitCode.INCOMPLETE, ExitCode.NOT_A_CONTAINER,
     ExitCode.DRIVE, ExitCode.UNSUPPORTED, ExitCode.INTERRUPTED,
 )  # fmt: skip
-
-
-class _Paths(click.ParamType[tuple[Path, ...]]):
-    name = "A,B,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
-        if isinstance(value, tuple):
-            return value
-        names = str(value).split(",")
-        if "" in names:
-            self.fail(f"{value!r} has an empty entry", param, ctx)
-        return tuple(Path(name) for name in names)
 
 
 class _Selection(click.ParamType[Selection]):
@@ -50,9 +38,11 @@ class _Selection(click.ParamType[Selection]):
 
 @click.command(epilog=exit_code_help(_CODES))
 @click.argument("container", type=click.Path(path_type=Path))
-@click.option("--dirs", type=_Paths(), envvar="K3_DIRS", default=(), help="Where to look for roots that moved.")
+@click.option(
+    "--dirs", type=DirectoryList(), envvar="K3_DIRS", default=(), help="Where to look for roots that moved."
+)
 @click.option("--read-data", "selection", type=_Selection(), help="Read extents back: 1/5, 2.5%, 50G or all.")
-@click.option("--source", type=_Paths(), default=(), help="Compare every byte with this snapshot.")
+@click.option("--source", type=DirectoryList(), default=(), help="Compare every byte with this snapshot.")
 @click.option("--seed", type=int, help="Choice of the sample. Default: 0 for parts, else a new one.")
 @click.option("--scratch", type=click.Path(path_type=Path), help="Directory for scattered experts of --source.")
 @click.option("--fail-on-extra", is_flag=True, help="Files that are no part of the container count as damage.")
