@@ -85,6 +85,7 @@ class Daemon:
         self._resume_accepting_s = 0.0
         self._next_tick_s = self._next_ping_s = 0.0
         self._stop_because = ""
+        self._reasons: list[str] = []
         self._hears_stop, self._says_stop = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> None:
@@ -110,9 +111,10 @@ class Daemon:
 
     def stop(self, reason: str) -> None:
         """End after the current turn. From any thread or a signal handler, while `run` runs."""
-        self._stop_because = self._stop_because or reason
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._says_stop, b"x")
+        if not self._stop_because:
+            self._reasons.append(reason)
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._says_stop, b"x")
 
     # One turn
 
@@ -291,7 +293,9 @@ class Daemon:
         self.stop(signal.Signals(number).name)
 
     def _hear_stop(self) -> None:
-        os.read(self._hears_stop, 4096)  # that it woke the loop is all there is to it
+        # Only here does the loop learn of it: it cannot end, and close the pipe, before `stop` has written.
+        os.read(self._hears_stop, 4096)
+        self._stop_because = self._reasons[0]
 
     def _end(self) -> None:
         """Grant nothing new, let reads under way finish, for at most `drain_s`."""

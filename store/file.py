@@ -43,7 +43,7 @@ WORKING_SLOTS = 32
 """Experts that can be held without any cache: two layers of the 16 that a token of the real model picks."""
 
 DEFAULT_THREADS = 8
-"""Reads in flight. Measured elsewhere: two to four of expert size saturate one NVMe drive."""
+"""Reads in flight: bench/io_engines.py shows what a drive gains from more."""
 
 HEARTBEAT_S = 1.0
 """How often a waiting thread looks for what wakes nobody: a forgotten stream, a crashed reading thread."""

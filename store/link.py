@@ -74,6 +74,25 @@ class Link:
         finally:
             wire.close_all(descriptors)
 
+    @classmethod
+    def await_daemon(cls, path: Path, name: str, deadline_s: float, is_wanted: Callable[[], bool]) -> Link | None:
+        """Try `open` until it works, at least once. None when `time.monotonic()` is `deadline_s`, or not wanted.
+
+        WireError when there is a daemon that cannot be understood.
+        """
+        pause_s = 0.01
+        while is_wanted():
+            try:
+                return cls.open(path, name, timeout_s=max(1.0, deadline_s - time.monotonic()))
+            except WireError:
+                raise
+            except DaemonError:
+                if time.monotonic() + pause_s > deadline_s:
+                    return None
+            time.sleep(pause_s)
+            pause_s = min(0.2, pause_s * 2)
+        return None
+
     def descriptor(self) -> ModelDescriptor:
         """The model as the daemon describes it. WireError when it cannot be understood."""
         return parse_descriptor(self.model.tobytes(), self.welcome.dense_bytes)
@@ -183,6 +202,3 @@ def _mapped(descriptor: int, nbytes: int) -> Payload:
         return np.frombuffer(b"", dtype=np.uint8)
     area = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     return np.frombuffer(area, dtype=np.uint8)
-
-
-Opener = Callable[[], Link]

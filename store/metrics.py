@@ -6,6 +6,7 @@ Every scrape takes one status from the service; nothing is counted here. No labe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIServer
@@ -15,9 +16,9 @@ from prometheus_client.core import (
     CollectorRegistry,
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
-    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -29,7 +30,8 @@ PREFIX = "k3store"
 _DRIVE_COUNTERS = (
     ("read_bytes", "Bytes read from the drive, second tries included"),
     ("errors", "Reads that the drive refused, or that came out short or damaged"),
-    ("re_reads", "Reads that were done a second time"),
+    ("verify_failures", "Pieces that were read and did not match their digest"),
+    ("re_reads", "Pieces that were read a second time"),
 )
 _CACHE_COUNTERS = (
     ("misses", "Experts asked for that were read"),
@@ -71,9 +73,11 @@ def _drives(drives: list[Mapping[str, Any]]) -> Iterator[Metric]:
         for drive in drives:
             family.add_metric([drive["path"]], drive[key])
         yield family
-    seconds = SummaryMetricFamily(f"{PREFIX}_read_seconds", "Time in reads of one piece", labels=["drive"])
+    seconds = HistogramMetricFamily(
+        f"{PREFIX}_read_seconds", "Time of one read of at most 4 MiB", labels=["drive"]
+    )
     for drive in drives:
-        seconds.add_metric([drive["path"]], drive["reads"], drive["read_ns"] / 1e9)
+        seconds.add_metric([drive["path"]], _buckets(drive["read_times"]), drive["read_ns"] / 1e9)
     yield seconds
     for name, key, text in (
         ("queue_depth", "queue", "Reads that are queued or under way"),
@@ -83,6 +87,13 @@ def _drives(drives: list[Mapping[str, Any]]) -> Iterator[Metric]:
         for drive in drives:
             family_now.add_metric([drive["path"]], float(drive[key]))
         yield family_now
+
+
+def _buckets(read_times: list[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """How many reads took at most so long, the last of them any time."""
+    counts = itertools.accumulate(entry["reads"] for entry in read_times)
+    bounds = ("+Inf" if entry["up_to_s"] is None else str(entry["up_to_s"]) for entry in read_times)
+    return list(zip(bounds, counts, strict=True))
 
 
 def _cache(cache: Mapping[str, Any]) -> Iterator[Metric]:

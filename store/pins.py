@@ -1,8 +1,8 @@
 """`Pins`: the experts that one client wants kept in RAM, whatever happens to its connections.
 
-A connection that ends takes its pins along; the next one is asked for them again. The daemon answers a pin when the
-expert is in RAM, so an expert that nobody wants any more when its answer comes is unpinned then. Guarded by the
-source's lock; never waits: what finds no room in the ring is left for the next `flush`.
+A connection that ends takes its pins along; the next one is asked for them again. The daemon answers a pin when
+the expert is in RAM, and takes pins and unpins in the order in which they were sent. Guarded by the source's lock;
+never waits: what finds no room in the ring is left for the next `flush`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Pins:
         for key in (ExpertKey(layer, expert) for expert in experts):
             pin = self._pins.pop(key, None)
             if pin is not None:
-                if pin.state is PinState.HELD:
+                if pin.state in (PinState.ASKED, PinState.HELD):
                     self._unpinned.append(key)
                 pin.state = PinState.DROPPED
 
@@ -91,10 +91,8 @@ class Pins:
     def answered(self, tag: int, key: ExpertKey, error: K3Error | None) -> None:
         """The daemon has pinned an expert, or cannot."""
         pin = self._pins.get(key)
-        if pin is None and error is None:  # dropped since it was asked for
-            self._unpinned.append(key)
         if pin is None or pin.state is not PinState.ASKED or pin.tag != tag:
-            return  # a pin that was wanted anew has, or will get, an answer of its own
+            return  # dropped since it was asked for, and the daemon was, or will be, told so
         if error is None:
             pin.state, pin.was_held = PinState.HELD, True
             return

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from k3.container import checksum
 from k3.container.direct import ReadFile
 from k3.container.errors import DaemonError, DamageError, K3Error, UnsupportedError
 from k3.container.keys import PAGE_BYTES, page_ceil
@@ -27,12 +26,12 @@ from k3.container.memory_limit import memory_limits
 from k3.container.reader import Container
 from k3.store import wire
 from k3.store.budget import CachePlan, Wanted, plan_cache
-from k3.store.dense import load_dense, plan_runs
-from k3.store.descriptor import describe, place_dense
+from k3.store.descriptor import place_dense
 from k3.store.drive_info import DriveInfo, device_read_bytes, drive_info
 from k3.store.file import Verify
 from k3.store.locate import find_home
-from k3.store.native import ClientGrant, NativeServer, ServerSettings, make_memfd, seal_all, seal_future_write
+from k3.store.model_memory import ModelMemory
+from k3.store.native import ClientGrant, NativeServer, ServerSettings
 
 LEAST_QUOTA = 32
 """Experts that a client can surely hold: two layers of the 16 that a token of the real model picks."""
@@ -104,7 +103,7 @@ class Service:
         plan: CachePlan,
         settings: ServeSettings,
         drives: Sequence[DriveRoot],
-        memory: _ModelMemory,
+        memory: ModelMemory,
         quota: int,
     ) -> None:
         self._container = container
@@ -144,7 +143,7 @@ class Service:
             )  # fmt: skip
             undo.callback(server.close)
             drives, files = _register(container, server, settings.direct)
-            memory = _ModelMemory.load(container, files, settings.direct, on_progress)
+            memory = ModelMemory.load(container, files, settings.direct, on_progress)
             undo.callback(memory.close)
             server.start()
             undo.pop_all()
@@ -255,6 +254,7 @@ class Service:
         oldest = self._samples[0]
         elapsed_s = max(1e-9, time.monotonic() - oldest.at_s)
         shares = sum(drive.share for drive in self._drives) or 1
+        bounds_s = [*(bound_ns / 1e9 for bound_ns in stats["read_bounds_ns"]), None]
         found = []
         for number, (drive, counters) in enumerate(zip(self._drives, stats["roots"], strict=True)):
             recent_bytes = counters["read_bytes"] - oldest.read_bytes[number]
@@ -266,6 +266,11 @@ class Service:
                 "recent_gb_per_s": round(recent_bytes / elapsed_s / 1e9, 3),
                 "busy_gb_per_s": round(counters["read_bytes"] / busy_s / 1e9, 3) if busy_s else 0.0,
                 **{key: counters[key] for key in _DRIVE_COUNTERS},
+                "verify_failures": counters["damaged"],
+                "read_times": [
+                    {"up_to_s": bound_s, "reads": reads}
+                    for bound_s, reads in zip(bounds_s, counters["read_classes"], strict=True)
+                ],
             })  # fmt: skip
         return found
 
@@ -282,77 +287,6 @@ class Service:
 def _client_status(counters: dict[str, Any]) -> dict[str, Any]:
     rest = dict(counters)
     return {"client": rest.pop("id"), **rest}
-
-
-class _ModelMemory:
-    """The two memfds that all clients share: dense tensors and the model's descriptor, both sealed."""
-
-    def __init__(self, dense: int, dense_bytes: int, model: int, model_bytes: int) -> None:
-        self.dense, self.dense_bytes = dense, dense_bytes
-        self.model, self.model_bytes = model, model_bytes
-        self.huge_bytes: int | None = None
-        self.load_s = 0.0
-
-    @classmethod
-    def load(
-        cls,
-        container: Container,
-        files: Sequence[Path],
-        direct: bool,
-        on_progress: Callable[[str, int, int], None],
-    ) -> _ModelMemory:
-        """Read every dense tensor and text file. DamageError or DriveError when one is not as it was written.
-
-        `files` are the server's, by its numbers: what an error completion names.
-        """
-        began_s = time.monotonic()
-        tensors = tuple(container.tensor(name) for name in container.tensor_names())
-        placed, dense_bytes = place_dense(tensors)
-        text = describe(container, placed, _text_files(container), files).render()
-        dense = make_memfd("k3-dense", dense_bytes)
-        try:
-            done_bytes = 0
-
-            def on_read(nbytes: int) -> None:
-                nonlocal done_bytes
-                done_bytes += nbytes
-                on_progress("dense tensors", done_bytes, dense_bytes)
-
-            runs = plan_runs(container, tensors)
-            huge_bytes = load_dense(dense, dense_bytes, runs, direct=direct, on_read=on_read)
-            seal_future_write(dense)
-            model = make_memfd("k3-model", len(text))
-        except BaseException:
-            os.close(dense)
-            raise
-        done = 0
-        while done < len(text):
-            done += os.pwrite(model, text[done:], done)
-        seal_all(model)
-        memory = cls(dense, dense_bytes, model, len(text))
-        memory.huge_bytes, memory.load_s = huge_bytes, time.monotonic() - began_s
-        return memory
-
-    def close(self) -> None:
-        """Close both; clients keep theirs."""
-        wire.close_all([self.dense, self.model])
-
-
-def _text_files(container: Container) -> dict[str, bytes]:
-    """The model's small files, each compared with its digest."""
-    found = {}
-    for file in container.manifest.text_files:
-        path = container.home / file.path
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise DamageError(f"a text file cannot be read: {error.strerror}", path=path) from error
-        if checksum.digest(data).hex() != file.digest:
-            raise DamageError("a text file does not match its digest", path=path, advice="Restore it, or repack")
-        found[file.path] = data
-    if "config.json" not in found:
-        raise DamageError("container has no config.json", path=container.home)
-    return found
 
 
 def _decide(container: Container, settings: ServeSettings) -> tuple[CachePlan, int]:

@@ -19,7 +19,7 @@ from k3.container.errors import DaemonError, DamageError, DriveError, ExpertErro
 from k3.store.link import Link
 from k3.store.native import Completion
 from k3.store.ring_layout import Op, Status
-from k3.store.source import BudgetError, Payload
+from k3.store.source import BudgetError
 
 RELEASES_TOGETHER = 16
 FULL_RING_S = 0.002
@@ -45,11 +45,11 @@ class Session:
         """Ask for experts; for how many of them, the first ones, there was room."""
         return self.link.ring.submit(tag, Op.LEASE, layer, experts) if self.flush() else 0
 
-    def release(self, slot: int, generation: int, *, now: bool) -> None:
-        """Give a lease back; with `now` the daemon is told at once."""
+    def release(self, slot: int, generation: int) -> None:
+        """Give a lease back; the daemon is told once there are several, or by `flush`."""
         self._slots.append(slot)
         self._generations.append(generation)
-        if now or len(self._slots) >= RELEASES_TOGETHER:
+        if len(self._slots) >= RELEASES_TOGETHER:
             self.flush()
 
     def flush(self) -> bool:
@@ -58,10 +58,6 @@ class Session:
             done = self.link.ring.release(self._slots, self._generations)
             del self._slots[:done], self._generations[:done]
         return not self._slots
-
-    def payload(self, completion: Completion) -> Payload:
-        """The bytes of a granted lease."""
-        return self.link.arena[completion.offset : completion.offset + completion.payload_bytes]
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there are completions, the connection ends, or `ring_bell`."""
@@ -102,6 +98,12 @@ class Session:
             return DriveError(f"cannot read: {reason}", path=path, layer=layer, expert=expert, offset=offset)
         if status == Status.NO_SUCH_EXPERT:
             return ExpertError("the daemon has no such expert", path=socket_path, layer=layer, expert=expert)
+        if status == Status.BUSY and completion.op == Op.PIN:
+            return BudgetError(
+                "no more experts can be pinned: pins have used up their share of the slots",
+                path=socket_path, layer=layer, expert=expert,
+                advice="Unpin others, or give the daemon more cache or fewer --max-clients",
+            )  # fmt: skip
         if status == Status.QUOTA:
             return BudgetError("the daemon counts more leases than its quota", layer=layer, expert=expert)
         return DaemonError(f"the daemon refused a lease with status {status}", layer=layer, expert=expert)

@@ -165,7 +165,7 @@ def checked_request(layer: int, experts: Sequence[int], counts: Mapping[int, int
 
     `counts` maps each layer of the model that has experts to how many it has.
     """
-    ids = tuple(operator.index(expert) for expert in experts)
+    ids = tuple(map(operator.index, experts))
     if len(set(ids)) != len(ids):
         twice = sorted(expert for expert in set(ids) if ids.count(expert) > 1)
         raise ValueError(f"request for layer {layer} names experts more than once: {twice}")
@@ -173,14 +173,13 @@ def checked_request(layer: int, experts: Sequence[int], counts: Mapping[int, int
         raise ExpertError(
             "no experts of this layer here", layer=layer, advice=f"Layers with experts: {_ranges(sorted(counts))}"
         )
-    for expert in ids:
-        if not 0 <= expert < counts[layer]:
-            raise ExpertError(
-                "no such expert",
-                layer=layer,
-                expert=expert,
-                advice=f"The layer has experts 0 to {counts[layer] - 1}",
-            )
+    if ids and not (min(ids) >= 0 and max(ids) < counts[layer]):
+        raise ExpertError(
+            "no such expert",
+            layer=layer,
+            expert=next(expert for expert in ids if not 0 <= expert < counts[layer]),
+            advice=f"The layer has experts 0 to {counts[layer] - 1}",
+        )
     return ids
 
 

@@ -116,7 +116,8 @@ nb::dict drive_stats(const DriveStats& r) {
     nb::dict d;
     d["reads"] = r.reads, d["read_bytes"] = r.read_bytes, d["read_ns"] = r.read_ns, d["busy_ns"] = r.busy_ns;
     d["queued"] = r.queued, d["in_flight"] = r.in_flight, d["errors"] = r.errors, d["re_reads"] = r.re_reads;
-    d["direct"] = r.direct;
+    d["damaged"] = r.damaged, d["direct"] = r.direct;
+    d["read_classes"] = nb::cast(r.read_classes);
     return d;
 }
 
@@ -137,6 +138,7 @@ nb::dict stats(Server& server) {
     d["warming"] = s.warming, d["pinned"] = s.pinned, d["pin_slots"] = s.pin_slots;
     d["prefetch_slots"] = s.prefetch_slots, d["reading"] = s.flights, d["waiting_for_slot"] = s.waiting_for_slot;
     d["open_files"] = s.open_files;
+    d["read_bounds_ns"] = nb::cast(std::vector<uint64_t>(std::begin(kReadBoundsNs), std::end(kReadBoundsNs)));
     return d;
 }
 
@@ -202,6 +204,34 @@ nb::list ring_poll(const PyRing& py, uint32_t most) {
     nb::list list;
     for (uint32_t i = 0; i < count; ++i) list.append(completions[i]);
     return list;
+}
+
+// Takes completions as a client that leases sets wants them: each run of granted leases of one tag and source as
+// (tag, source, [(expert, slot, generation, offset, payload bytes)]), and everything else as it is.
+nb::tuple ring_take(const PyRing& py) {
+    constexpr uint32_t kMost = 256;
+    Completion completions[kMost];
+    const uint32_t count = py.open().poll(completions, kMost);
+    nb::list granted, others;
+    for (uint32_t i = 0; i < count;) {
+        const Completion& first = completions[i];
+        const auto is_grant = [&](const Completion& c) {
+            return c.op == static_cast<uint8_t>(Op::lease) && c.status == static_cast<uint8_t>(Status::ok) &&
+                   c.tag == first.tag && c.source == first.source;
+        };
+        if (!is_grant(first)) {
+            others.append(first);
+            ++i;
+            continue;
+        }
+        nb::list leases;
+        for (; i < count && is_grant(completions[i]); ++i) {
+            const Completion& c = completions[i];
+            leases.append(nb::make_tuple(c.expert, c.slot, c.generation, c.offset, c.payload_bytes));
+        }
+        granted.append(nb::make_tuple(first.tag, first.source, leases));
+    }
+    return nb::make_tuple(granted, others);
 }
 
 std::string ring_wait(const PyRing& py, std::optional<double> timeout_s, int other_fd) {
@@ -275,6 +305,7 @@ void bind_client(nb::module_& m) {
         .def("submit", &ring_submit, arg("tag"), arg("op"), arg("layer"), arg("experts"))
         .def("release", &ring_release, arg("slots"), arg("generations"))
         .def("poll", &ring_poll, arg("most"))
+        .def("take", &ring_take)
         .def("wait", &ring_wait, arg("timeout_s").none(), arg("other_fd"))
         .def_prop_ro("closed_by_daemon", [](const PyRing& py) { return py.open().closed(); })
         .def_prop_ro("entries", [](const PyRing& py) { return py.open().entries(); })

@@ -10,6 +10,21 @@
 
 namespace k3::store {
 
+namespace {
+
+constexpr uint64_t kSpinNs = 50'000;    // what sleeping and waking up costs; no more is ever lost by it
+constexpr uint64_t kQuickNs = 150'000;  // an answer after this was read from a drive, or the machine is crowded
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
 ClientRing::ClientRing(int ring_fd, int arena_fd, uint64_t arena_bytes, int request_doorbell, int completion_doorbell)
     : request_doorbell_(duplicate(request_doorbell)),
       completion_doorbell_(duplicate(completion_doorbell)) {
@@ -72,6 +87,25 @@ uint32_t ClientRing::poll(Completion* into, uint32_t most) {
 
 ClientRing::Woken ClientRing::wait(int64_t timeout_ns, int other_fd) {
     const uint64_t began_ns = now_ns();
+    const Woken woken = spin(began_ns, timeout_ns) ? Woken::completions : sleep(began_ns, timeout_ns, other_fd);
+    answers_are_quick_ = woken == Woken::completions && now_ns() - began_ns < kQuickNs;
+    return woken;
+}
+
+// What is in RAM is answered sooner than a process falls asleep and wakes up again. True when there are completions.
+bool ClientRing::spin(uint64_t began_ns, int64_t timeout_ns) {
+    if (!answers_are_quick_ || timeout_ns == 0) return false;
+    do {
+        {
+            std::lock_guard<std::mutex> lock(take_mutex_);
+            if (side_.pending() > 0) return true;
+        }
+        for (int i = 0; i < 32; ++i) relax();
+    } while (now_ns() - began_ns < kSpinNs && !side_.closed());
+    return false;
+}
+
+ClientRing::Woken ClientRing::sleep(uint64_t began_ns, int64_t timeout_ns, int other_fd) {
     const auto look = [this](bool last_look) {
         std::lock_guard<std::mutex> lock(take_mutex_);
         return side_.pending(last_look) > 0;

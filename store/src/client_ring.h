@@ -38,6 +38,10 @@ public:
 private:
     uint32_t submit_all(const Request& like, const uint32_t* experts, const uint32_t* generations, uint32_t count);
 
+    bool spin(uint64_t began_ns, int64_t timeout_ns);
+    Woken sleep(uint64_t began_ns, int64_t timeout_ns, int other_fd);
+
+    bool answers_are_quick_ = true;  // whether the last wait was short: then the next one spins before it sleeps
     Mapping ring_, arena_;
     Fd request_doorbell_, completion_doorbell_;
     uint32_t entries_ = 0;

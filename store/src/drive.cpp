@@ -73,6 +73,8 @@ void Drive::ended(Read& read, int error, uint64_t began_ns) {
     const uint64_t end_ns = now_ns();
     counters.reads.fetch_add(1, std::memory_order_relaxed);
     counters.read_ns.fetch_add(end_ns - began_ns, std::memory_order_relaxed);
+    const auto bound = std::lower_bound(std::begin(kReadBoundsNs), std::end(kReadBoundsNs), end_ns - began_ns);
+    counters.read_classes[bound - std::begin(kReadBoundsNs)].fetch_add(1, std::memory_order_relaxed);
     if (error == 0) counters.read_bytes.fetch_add(read.chunk.need, std::memory_order_relaxed);
     {
         std::lock_guard<std::mutex> lock(mutex_);

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -32,11 +33,20 @@ struct Read {
 // Called once for each read by the thread that did it; `error` is an errno or 0.
 using ReadDone = std::function<void(Read&, int error)>;
 
+// Upper bounds of the classes that reads are counted in by how long they took; one more class is for the rest. From
+// what a fast drive needs for a small read to what a drive in trouble takes.
+constexpr uint64_t kReadBoundsNs[] = {100'000,     250'000,     500'000,       1'000'000,     2'500'000,
+                                      5'000'000,   10'000'000,  25'000'000,    50'000'000,    100'000'000,
+                                      250'000'000, 500'000'000, 1'000'000'000, 2'500'000'000, 10'000'000'000};
+constexpr size_t kReadClasses = std::size(kReadBoundsNs) + 1;
+
 struct DriveCounters {
     std::atomic<uint64_t> reads{0};
     std::atomic<uint64_t> read_bytes{0};  // that were asked for and came
     std::atomic<uint64_t> read_ns{0};     // summed over reads
+    std::atomic<uint64_t> read_classes[kReadClasses] = {};  // reads by their time
     std::atomic<uint64_t> errors{0};      // reads that failed, and pieces whose digest was wrong
+    std::atomic<uint64_t> damaged{0};     // of these: pieces whose digest was wrong
     std::atomic<uint64_t> re_reads{0};    // pieces that were read a second time
     std::atomic<bool> direct{true};       // no read went through the page cache
 };

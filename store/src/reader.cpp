@@ -123,6 +123,7 @@ void Reader::check(PieceRead& piece, Job& job) {
     if (!right) {
         piece.error_offset = piece.plan.record.offset;
         drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
+        drives_[piece.root]->counters.damaged.fetch_add(1, std::memory_order_relaxed);
     }
     attempt_over(job, piece);
 }

@@ -61,8 +61,9 @@ struct ClientStats {
 };
 
 struct DriveStats {
-    uint64_t reads, read_bytes, read_ns, busy_ns, queued, in_flight, errors, re_reads;
+    uint64_t reads, read_bytes, read_ns, busy_ns, queued, in_flight, errors, damaged, re_reads;
     bool direct;
+    std::vector<uint64_t> read_classes;
 };
 
 struct ServerStats {

@@ -174,11 +174,11 @@ void Server::let_go_of_everything(Client& client) {
 
 void Server::forget_waiters(Client& client) {
     const auto forget = [&](std::vector<Waiter>& waiters) {
-        const auto kept = std::remove_if(waiters.begin(), waiters.end(),
-                                         [&](const Waiter& waiter) { return waiter.client == client.id; });
-        for (auto at = kept; at != waiters.end(); ++at) pinned_ -= at->op == Op::pin;
-        const bool any = kept != waiters.end();
-        waiters.erase(kept, waiters.end());
+        const auto mine = std::stable_partition(waiters.begin(), waiters.end(),
+                                                [&](const Waiter& waiter) { return waiter.client != client.id; });
+        pinned_ -= std::count_if(mine, waiters.end(), [](const Waiter& waiter) { return waiter.op == Op::pin; });
+        const bool any = mine != waiters.end();
+        waiters.erase(mine, waiters.end());
         return any && waiters.empty();
     };
     std::vector<Key> unwanted;
@@ -223,7 +223,8 @@ ServerStats Server::stats() {
         for (const auto& drive : reader_->drives()) {
             const DriveCounters& c = drive->counters;
             s.drives.push_back({c.reads, c.read_bytes, c.read_ns, drive->busy_ns(), drive->queued(), drive->in_flight(),
-                                c.errors, c.re_reads, c.direct});
+                                c.errors, c.damaged, c.re_reads, c.direct,
+                                {std::begin(c.read_classes), std::end(c.read_classes)}});
         }
     }
     for (const auto& [id, client] : clients_) {

@@ -262,7 +262,7 @@ def test_a_client_leases_again_when_the_daemon_is_back(built: Built, tmp_path: P
 def test_the_files_stand_in_and_the_daemon_takes_over_again(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("k3.store.client.RETURN_S", 0.05)
+    monkeypatch.setattr("k3.store.connection.RETURN_S", 0.05)
     container = Container.open(built.home)
     first = start(tmp_path / "s", built.directories)
     source = DaemonSource(tmp_path / "s", fallback=lambda: FileSource(container))

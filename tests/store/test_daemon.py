@@ -582,6 +582,8 @@ def test_a_status_has_what_people_look_for(daemon: Inside, built: Built) -> None
             "queue",
             "errors",
             "re_reads",
+            "read_times",
+            "verify_failures",
             "direct",
             "read_bytes",
         } <= drive.keys()

@@ -70,8 +70,8 @@ def test_cold_and_warm_and_several_at_once(
             assert tokens == wanted
         misses = daemon.status()["cache"]["misses"]
         assert misses > 0
-        runs = [start_run("--store", path) for _ in range(4)]
-        assert [outcome(run)[0] for run in runs] == [wanted] * 4
+        runs = [start_run("--store", path) for _ in range(8)]
+        assert [outcome(run)[0] for run in runs] == [wanted] * 8
         assert daemon.status()["cache"]["misses"] == misses  # all of it was there
         wait_until(lambda: daemon.status()["clients"] == [])
         assert daemon.status()["cache"]["states"]["held"] == 0
@@ -82,8 +82,8 @@ def test_several_at_once_from_cold_read_everything_once(
 ) -> None:
     path = tmp_path / "s"
     with daemon_outside(path, three_roots) as daemon:
-        runs = [start_run("--store", path) for _ in range(3)]
-        assert [outcome(run)[0] for run in runs] == [wanted] * 3
+        runs = [start_run("--store", path) for _ in range(8)]
+        assert [outcome(run)[0] for run in runs] == [wanted] * 8
         assert daemon.status()["cache"]["misses"] == daemon.status()["cache"]["states"]["cached"]
 
 

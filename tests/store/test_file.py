@@ -641,6 +641,7 @@ def test_a_long_random_life(built: Built, model: Container) -> None:
                 lease.release()
             if dice.random() < 0.5:
                 stream.close()
+            del stream  # forgotten: what it still had a right to is free again
 
     bodies: list[Callable[[], Any]] = [partial(work, seed) for seed in range(4)]
     run_threads(*bodies)

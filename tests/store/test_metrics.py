@@ -57,8 +57,9 @@ def test_what_happened_is_counted(built: Built, daemon: Inside) -> None:
             assert found["k3store_read_seconds_count", (drive,)] == 5
             assert found["k3store_read_seconds_sum", (drive,)] > 0
             assert found["k3store_errors_total", (drive,)] == 0
+            assert found["k3store_verify_failures_total", (drive,)] == 0
             assert found["k3store_direct", (drive,)] == 1
-        assert found["k3store_cache_hits_total", (("kind", "layer-lru"),)] == 5
+        assert found["k3store_cache_hits_total", (("kind", "least-stale"),)] == 5
         assert found["k3store_cache_misses_total", ()] == 5
         assert found["k3store_clients", ()] == 1
         assert found["k3store_leases", ()] == 5
@@ -68,6 +69,41 @@ def test_what_happened_is_counted(built: Built, daemon: Inside) -> None:
             lease.release()
         source.close()
     finally:
+        server.close()
+
+
+def test_the_time_of_every_read_is_in_a_bucket(built: Built, daemon: Inside) -> None:
+    """Half of the reads take at least 60 ms, and one piece is damaged once."""
+    server = MetricsServer(0, daemon.daemon.status)
+    source = DaemonSource(daemon.socket)
+    try:
+        drives = [str(path) for path in built.directories]
+        daemon.server.inject("flip", times=1, seed=1)
+        for lease in source.lease(1, range(5)):
+            lease.release()
+        daemon.server.inject("stall", argument=60)
+        for lease in source.lease(2, range(5)):
+            lease.release()
+        found = scrape(server.port)
+        total = 0.0
+        for path in drives:
+            buckets = sorted(
+                (float(dict(labels)["le"]), count)
+                for (name, labels), count in found.items()
+                if name == "k3store_read_seconds_bucket" and dict(labels)["drive"] == path
+            )
+            counts = [count for _, count in buckets]
+            assert counts == sorted(counts)
+            assert buckets[-1] == (float("inf"), found["k3store_read_seconds_count", (("drive", path),)])
+            fast = dict(buckets)[0.05]
+            assert counts[-1] - fast >= 5
+            assert fast >= 4  # what was not slowed down; a crowded machine may slow one
+            total += counts[-1]
+        assert total == 5 * 2 * len(drives) + 1
+        failures = [found["k3store_verify_failures_total", (("drive", path),)] for path in drives]
+        assert sorted(failures) == [0] * (len(drives) - 1) + [1]
+    finally:
+        source.close()
         server.close()
 
 
@@ -93,3 +129,14 @@ def test_a_port_that_is_taken(daemon: Inside) -> None:
         other.listen()
         with pytest.raises(SocketError, match="Choose another --metrics"):
             MetricsServer(other.getsockname()[1], daemon.daemon.status)
+
+
+def test_every_metric_is_documented_and_every_documented_one_is_there(daemon: Inside) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `(k3store_\w+)`", text, re.MULTILINE))
+    server = MetricsServer(0, daemon.daemon.status)
+    try:
+        found = {re.sub("_(bucket|count|sum)$", "", name) for name, _ in scrape(server.port)}
+    finally:
+        server.close()
+    assert {name for name in found if name.startswith("k3store")} == documented

