@@ -8,6 +8,7 @@ and ETA through tqdm, or as JSON lines on stdout. Used from a command's main thr
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 import click
 from tqdm import tqdm
 
-from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error
+from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error, SpaceError
 
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*$", re.IGNORECASE | re.ASCII)
 _JSON_INTERVAL_S = 1.0
@@ -96,6 +97,7 @@ def run(body: Callable[[], int | None], *, as_json: bool = False, on_interrupt: 
 
     `body` returns an exit code or None for 0. `on_interrupt` is what Ctrl-C leaves behind, in one sentence.
     """
+    _open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that cannot be shown must not end the run
     try:
@@ -108,6 +110,23 @@ def run(body: Callable[[], int | None], *, as_json: bool = False, on_interrupt: 
             os.dup2(nowhere, stream.fileno())
         code = 141
     raise SystemExit(code)
+
+
+def _open_missing_streams() -> None:
+    """Standard streams that the caller has closed lead nowhere; their numbers must not go to other files."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it lives as long as the process
+
+
+def _refusal(error: OSError) -> K3Error:
+    """What the rooms have not put into better words; without a file name it is mostly the output that failed."""
+    reason = error.strerror or str(error)
+    kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DriveError
+    if error.filename is not None:
+        return kind(f"the system refused: {reason}", path=error.filename, advice="Check this place and its rights")
+    advice = "If it was standard output, give it another place; what the command had made by then stays"
+    return kind(f"the system refused a write: {reason}", advice=advice)
 
 
 def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | None) -> int:
@@ -127,7 +146,7 @@ def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | 
     except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
         raise
     except OSError as error:  # whatever the rooms have not put into better words
-        refused = DriveError(f"the system refused: {error.strerror or error}", path=error.filename)
+        refused = _refusal(error)
         report_error(refused, as_json=as_json)
         return int(refused.exit_code)
     except Exception:  # a fault of ours: shown whole, and not with the exit status of damaged bytes

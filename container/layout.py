@@ -1,4 +1,4 @@
-"""Every offset and size of the format: the only module that computes where a byte goes. Pure; no I/O.
+"""Every offset and size of the format: the only module that computes where a byte goes.
 
 `docs/container.md` is the specification. Invariants held here: extents start on pages, tile a file from its
 header to its end, and one expert's payload is the concatenation of its pieces' payloads.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from k3.container.headers import build_header
 from k3.container.keys import PAGE_BYTES, ExpertLayout, page_ceil, tensor_bytes
@@ -45,6 +46,11 @@ class Piece:
     payload_offset: int
     payload_bytes: int
     stored_bytes: int
+
+
+def is_container(directory: Path) -> bool:
+    """Whether a directory is the home of a finished container, by the names of its files."""
+    return (directory / MANIFEST_NAME).is_file() and (directory / CATALOG_NAME).is_file()
 
 
 def expert_file_name(layer: int) -> str:

@@ -18,6 +18,8 @@ from k3.container.layout import FORMAT, VERSION
 
 _T = TypeVar("_T")
 
+_RESTORE = "Restore this file from a copy, or remove the container's files and repack; the source is untouched"
+
 
 @dataclass(frozen=True, slots=True)
 class SourceShard:
@@ -134,9 +136,7 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DamageError(
-            f"manifest is not JSON: {error}", path=path, advice="Restore this file from a copy, or repack"
-        ) from error
+        raise DamageError("manifest is not JSON text", path=path, advice=_RESTORE) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise NotAContainerError("this manifest is not a K3 container's", path=path)
     version = document.get("version")
@@ -157,7 +157,7 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
         raise DamageError(
             "manifest does not match its own digest",
             path=path,
-            advice="It was edited or damaged; restore it from a copy, or repack",
+            advice=f"It was edited or damaged. {_RESTORE}",
         )
     try:
         manifest = _from_document(document)

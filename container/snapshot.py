@@ -26,6 +26,7 @@ from k3.container.headers import Header, read_header
 from k3.container.hf_cache import blob_sha256
 from k3.container.index_check import IndexCheck
 from k3.container.keys import Encoding, ExpertLayout, Extent, is_vision, layer_of
+from k3.container.layout import is_container
 from k3.container.modelconfig import text_config
 from k3.container.recipe import (
     Recipe,
@@ -77,6 +78,13 @@ class Snapshot:
         not be there. Raises a SourceError of the fitting kind for whatever is not sound, DriveError when the
         operating system refuses.
         """
+        for directory in directories:
+            if is_container(directory):
+                raise SourceError(
+                    "this is a K3 container, not a snapshot",
+                    path=directory,
+                    advice="A snapshot is what containers are made from; name a container with --container",
+                )
         snapshot = cls(SnapshotFiles.find(directories), recipe, layers)
         snapshot._read_shards()
         snapshot._check()

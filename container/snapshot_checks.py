@@ -77,7 +77,9 @@ def check_layers(
             "the layer has no tensors" if chosen is None else "there is no such layer to choose",
             path=path,
             layer=layer,
-            advice=f"The shards hold the layers {shown(sorted(present))}",
+            advice=f"The shards hold the layers {shown(sorted(present))}"
+            if chosen is None or promised is None
+            else f"The model has the layers 0 to {promised - 1}",
         )
     extra = sorted(layer for layer in present if promised is not None and layer >= promised)
     if extra:

@@ -103,19 +103,54 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 @click.argument("snapshot", type=click.Path(path_type=Path))
 @click.argument("container", type=click.Path(path_type=Path))
 @click.option("--source-dirs", type=DirectoryList(), default=(), help="Further directories of a split snapshot.")
-@click.option("--dirs", type=DirectoryList(), envvar="K3_DIRS", default=(), help="Drives for the expert pieces.")
-@click.option("--shares", type=_Shares(), help="Each drive's part of every expert. Default: measured.")
-@click.option("--bits", type=_BITS, default="8", envvar="K3_BITS", show_default=True, help="Bits of matrices.")
-@click.option("--mla-bits", type=_BITS, default="8", envvar="K3_MLA_BITS", show_default=True, help="… of MLA.")
 @click.option(
-    "--head-bits", type=_BITS, default="8", envvar="K3_HEAD_BITS", show_default=True, help="… of lm_head."
+    "--dirs",
+    type=DirectoryList(),
+    show_envvar=True,
+    envvar="K3_DIRS",
+    default=(),
+    help="Drives for the expert pieces.",
+)
+@click.option("--shares", type=_Shares(), help="Each drive's part of every expert. Default: measured.")
+@click.option(
+    "--bits",
+    type=_BITS,
+    default="8",
+    show_envvar=True,
+    envvar="K3_BITS",
+    show_default=True,
+    help="Bits of matrices.",
+)
+@click.option(
+    "--mla-bits",
+    type=_BITS,
+    default="8",
+    show_envvar=True,
+    envvar="K3_MLA_BITS",
+    show_default=True,
+    help="… of MLA.",
+)
+@click.option(
+    "--head-bits",
+    type=_BITS,
+    default="8",
+    show_envvar=True,
+    envvar="K3_HEAD_BITS",
+    show_default=True,
+    help="… of lm_head.",
 )
 @click.option("--in-place", is_flag=True, help="Write the dense blob only; experts stay in the snapshot.")
 @click.option("--layers", type=_Layers(), help="Only these decoder layers.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and write nothing.")
 @click.option("--verify-full", "verify", is_flag=True, help="Prove every byte afterwards, read from the drives.")
 @click.option("--bwlimit", type=SizeType(), metavar="SIZE", help="Most bytes per second read from the source.")
-@click.option("--direct/--no-direct", default=True, envvar="K3_DIRECT", help="Go past the page cache (default).")
+@click.option(
+    "--direct/--no-direct",
+    default=True,
+    show_envvar=True,
+    envvar="K3_DIRECT",
+    help="Go past the page cache (default).",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
 def main(
     snapshot: Path,

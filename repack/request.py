@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3.container.errors import SourceError
+from k3.container.errors import ResumeError, SourceError
+from k3.container.layout import is_container
 from k3.container.recipe import Recipe
 
 DEFAULT_RECIPE = Recipe()
@@ -53,6 +54,13 @@ class RepackRequest:
                 raise SourceError("the path is not text, so no manifest can name it", path=place) from None
         for target in self.root_directories():
             resolved = target.resolve()
+            for parent in resolved.parents:
+                if parent != self.home.resolve() and is_container(parent):
+                    raise ResumeError(
+                        f"the destination lies inside the finished container {parent}",
+                        path=target,
+                        advice="Choose a directory outside of it; a finished container is never changed",
+                    )
             for source in snapshot_directories:
                 origin = source.resolve()
                 if resolved == origin or origin in resolved.parents:

@@ -20,8 +20,8 @@ from k3.store.simulate_cli import simulate_command
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _CODES = (
-    ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.INCOMPLETE, ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE,
-    ExitCode.UNSUPPORTED, ExitCode.DAEMON, ExitCode.INTERRUPTED,
+    ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.SOURCE, ExitCode.INCOMPLETE,
+    ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE, ExitCode.UNSUPPORTED, ExitCode.DAEMON, ExitCode.INTERRUPTED,
 )  # fmt: skip
 _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110}
 _EPILOG = console.exit_code_help(_CODES)
@@ -48,6 +48,7 @@ def _socket_option(command: _F) -> _F:
     return click.option(
         "--socket",
         type=_DIRECTORY,
+        show_envvar=True,
         envvar="K3_STORE",
         help="The daemon's socket.  [default: $XDG_RUNTIME_DIR/k3-store.sock, else /run/k3-store/k3-store.sock]",
     )(command)
@@ -62,6 +63,7 @@ def _places(command: _F) -> _F:
     return click.option(
         "--dirs",
         type=console.DirectoryList(),
+        show_envvar=True,
         envvar="K3_DIRS",
         default=(),
         help="Every directory of the container, separated by commas.",
@@ -85,6 +87,7 @@ def main() -> None:
 @click.option(
     "--cache-gb",
     type=click.FloatRange(min=0),
+    show_envvar=True,
     envvar="K3_CACHE_GB",
     help="Memory for experts, in GB.  [default: what is free less a reserve, at most the whole model]",
 )
@@ -102,7 +105,12 @@ def main() -> None:
 @click.option("--policy", default="least-stale", help="Which experts stay in memory; see simulate.")
 @click.option("--io", type=click.Choice(["threads", "uring"]), default="threads", help="How reads are made.")
 @click.option(
-    "--io-depth", type=click.IntRange(1, 64), default=4, envvar="K3_IO_DEPTH", help="Reads under way per drive."
+    "--io-depth",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_envvar=True,
+    envvar="K3_IO_DEPTH",
+    help="Reads under way per drive.",
 )
 @click.option(
     "--verify-reads",
@@ -114,6 +122,7 @@ def main() -> None:
 @click.option(
     "--direct/--no-direct",
     default=True,
+    show_envvar=True,
     envvar="K3_DIRECT",
     help="Read past the page cache, where the file system can.",
 )

@@ -5,12 +5,16 @@ A slow machine is no failure: hypothesis must not judge by the clock. A failing 
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+
+# A job that a script puts into the background ignores SIGINT, and so would every command that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("k3", deadline=None, print_blob=True)
 settings.load_profile("k3")

@@ -39,14 +39,25 @@ class _Selection(click.ParamType[Selection]):
 @click.command(epilog=exit_code_help(_CODES))
 @click.argument("container", type=click.Path(path_type=Path))
 @click.option(
-    "--dirs", type=DirectoryList(), envvar="K3_DIRS", default=(), help="Where to look for roots that moved."
+    "--dirs",
+    type=DirectoryList(),
+    show_envvar=True,
+    envvar="K3_DIRS",
+    default=(),
+    help="Where to look for roots that moved.",
 )
 @click.option("--read-data", "selection", type=_Selection(), help="Read extents back: 1/5, 2.5%, 50G or all.")
 @click.option("--source", type=DirectoryList(), default=(), help="Compare every byte with this snapshot.")
 @click.option("--seed", type=int, help="Choice of the sample. Default: 0 for parts, else a new one.")
 @click.option("--scratch", type=click.Path(path_type=Path), help="Directory for scattered experts of --source.")
 @click.option("--fail-on-extra", is_flag=True, help="Files that are no part of the container count as damage.")
-@click.option("--direct/--no-direct", default=True, envvar="K3_DIRECT", help="Go past the page cache (default).")
+@click.option(
+    "--direct/--no-direct",
+    default=True,
+    show_envvar=True,
+    envvar="K3_DIRECT",
+    help="Go past the page cache (default).",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
 def main(
     container: Path,

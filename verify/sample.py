@@ -65,12 +65,12 @@ EVERYTHING = Selection(part=(1, 1))
 def parse_selection(text: str) -> Selection:
     """The selection that "1/5", "2.5%", "50G" or "all" means. ValueError, with what is allowed, for the rest."""
     text = text.strip()
-    if text == "all":
+    if text.lower() == "all":
         return EVERYTHING
     if match := _PART.match(text):
         number, parts = int(match[1]), int(match[2])
         if not 1 <= number <= parts:
-            raise ValueError(f"{text!r}: parts of {parts} are 1/{parts} to {parts}/{parts}")
+            raise ValueError(f"{text!r} is no part: 1/5 is the first of five, 5/5 the last")
         return Selection(part=(number, parts))
     if match := _PERCENT.match(text):
         percent = float(match[1])

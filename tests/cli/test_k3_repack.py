@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from repacked import SMALL, WIDE, check_container, command, repacked, tree
 
+from k3.repack.cli import main
 from k3.verify.synthetic import write_snapshot
 
 PROGRAM = str(Path(sys.executable).with_name("k3-repack"))
@@ -327,3 +329,29 @@ def test_a_cache_is_named_by_any_of_its_folders(tmp_path: Path) -> None:
     for number, name in enumerate((source, source.parent, source.parent.parent)):
         repacked(name, tmp_path / str(number))
     assert tree(tmp_path / "0") == tree(tmp_path / "1") == tree(tmp_path / "2")
+
+
+def test_a_container_is_no_snapshot(tiny_snapshot: Path, tmp_path: Path) -> None:
+    assert CliRunner().invoke(main, [str(tiny_snapshot), str(tmp_path / "c")]).exit_code == 0
+    told = CliRunner().invoke(main, [str(tmp_path / "c"), str(tmp_path / "d")])
+    assert told.exit_code == 3
+    assert "not a snapshot" in told.stderr
+    inside = CliRunner().invoke(main, [str(tiny_snapshot), str(tmp_path / "c" / "inside")])
+    assert inside.exit_code == 8
+    assert not (tmp_path / "c" / "inside").exists()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
+def test_closed_standard_streams(tiny_snapshot: Path, tmp_path: Path, closed: str) -> None:
+    command = f"{sys.executable} -m k3.repack.cli {tiny_snapshot} {tmp_path / 'c'} {closed}"
+    ended = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_a_full_output_is_no_damage(tiny_snapshot: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m k3.repack.cli {tiny_snapshot} {tmp_path / 'c'} > /dev/full"
+    ended = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.returncode == 7
+    assert "standard output" in ended.stderr
+    assert (tmp_path / "c" / "manifest.json").exists()

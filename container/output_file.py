@@ -1,0 +1,99 @@
+"""A file that a user asked a command to write: logits, a trace, a routing trace.
+
+Bytes go to a temporary file beside the wanted one, which takes its name when it is published; what was there
+before stays until then. A link is followed, and stays. A device or a pipe is written straight into and is
+never replaced. A write that fails is taken back, so that a file holds whole writes. One thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+
+from k3.container.direct import drive_error, sync_directory
+from k3.container.errors import DriveError
+
+NOTHING_KEPT = "Nothing of it is kept; give another place, or make room, and run again"
+
+
+class OutputFile:
+    """A context manager: left without `publish`, it removes what it wrote."""
+
+    def __init__(self, path: Path, what: str, advice: str = NOTHING_KEPT) -> None:
+        """Begin to write `what` (as in "cannot write the trace"). DriveError when nothing can be written there."""
+        self.path = path
+        self.published = False
+        self._what = what
+        self._advice = advice
+        self._size_bytes = 0
+        try:
+            self._target = None if _is_stream(path) else Path(os.path.realpath(path))
+            self._written = path if self._target is None else temporary_path(self._target)
+            flags = os.O_WRONLY | os.O_CLOEXEC | (0 if self._target is None else os.O_CREAT | os.O_TRUNC)
+            self._file = os.fdopen(os.open(self._written, flags, 0o666), "wb", buffering=0)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def write(self, data: bytes) -> None:
+        """Append all of `data`, or nothing of it (a device or a pipe may get a part). DriveError, SpaceError."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except BaseException as error:
+            if self._target is not None:
+                self._file.seek(self._size_bytes)
+                self._file.truncate()
+            if isinstance(error, OSError):
+                raise self._error(error) from error
+            raise
+        self._size_bytes += len(data)
+
+    def publish(self) -> None:
+        """Make what was written durable and give the file its name. Writing may go on. DriveError."""
+        if self._target is not None and not self.published:
+            try:
+                os.fsync(self._file.fileno())
+                self._written.replace(self._target)
+                self.published = True
+                sync_directory(self._target.parent)
+            except OSError as error:
+                raise self._error(error) from error
+        self.published = True
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it was published. Closing twice is harmless."""
+        with contextlib.suppress(OSError):  # nothing is buffered here: every write was answered
+            self._file.close()
+        if self._target is not None and not self.published:
+            self._written.unlink(missing_ok=True)
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _error(self, error: OSError) -> DriveError:
+        typed = drive_error(f"cannot write {self._what}", error, self.path)
+        typed.advice = self._advice
+        return typed
+
+
+def temporary_path(target: Path) -> Path:
+    """Where a file is written until it is published."""
+    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether something is there that is no regular file, and so must not be replaced. OSError."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISREG(mode)
