@@ -12,9 +12,12 @@ import os
 import stat
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from k3.container.direct import drive_error, sync_directory
 from k3.container.errors import DriveError
+
+_Self = TypeVar("_Self", bound="OutputFile")
 
 NOTHING_KEPT = "Nothing of it is kept; give another place, or make room, and run again"
 
@@ -71,7 +74,7 @@ class OutputFile:
         if self._target is not None and not self.published:
             self._written.unlink(missing_ok=True)
 
-    def __enter__(self) -> OutputFile:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(

@@ -60,8 +60,10 @@ class _Real(click.ParamType[float]):
             number = float(value)
         except ValueError:
             self.fail(f"{_short(value)} is not a number", param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{_short(value)} is not a finite number", param, ctx)
         low = number <= self._least if self._above else number < self._least
-        if not math.isfinite(number) or low or number > self._most:
+        if low or number > self._most:
             bound = f"above {self._least:g}" if self._above else f"at least {self._least:g}"
             most = "" if math.isinf(self._most) else f" and at most {self._most:g}"
             self.fail(f"{_short(value)} is not {bound}{most}", param, ctx)
@@ -96,6 +98,7 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--dirs",
     type=console.DirectoryList(),
+    show_envvar=True,
     envvar="K3_DIRS",
     default=(),
     help="With --container: where its roots are.",
@@ -109,6 +112,7 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--store",
     type=_DIRECTORY,
+    show_envvar=True,
     envvar="K3_STORE",
     help="Run on the k3-store daemon that serves on this socket: model and experts come from there.",
 )
@@ -120,16 +124,20 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--bits",
     type=_BITS,
+    show_envvar=True,
     envvar="K3_BITS",
     help="With --snapshot: bits of weight matrices, quantized while loading.  [default: 8]",
 )
 @click.option(
     "--mla-bits",
     type=_BITS,
+    show_envvar=True,
     envvar="K3_MLA_BITS",
     help="The same for attention matrices of full-attention layers.  [default: 8]",
 )
-@click.option("--head-bits", type=_BITS, envvar="K3_HEAD_BITS", help="The same for lm_head.  [default: 8]")
+@click.option(
+    "--head-bits", type=_BITS, show_envvar=True, envvar="K3_HEAD_BITS", help="The same for lm_head.  [default: 8]"
+)
 @click.option("--ids", type=_Ids(), help="The prompt as token ids, 1,2,3. Ids are printed too.")
 @click.option("--prompt", help="The prompt as text (the same as the argument).")
 @click.option(
@@ -151,12 +159,14 @@ _DIRECTORY = click.Path(path_type=Path)
     "--chunk",
     type=click.IntRange(1),
     default=DEFAULT_CHUNK,
+    show_envvar=True,
     envvar="K3_CHUNK",
     help="Prompt tokens per pass. More of them share each expert's read; the result is the same.",
 )
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
+    show_envvar=True,
     envvar="K3_MAXT",
     help="Refuse prompt and generation longer than this together.  [default: the model's context]",
 )
@@ -165,6 +175,7 @@ _DIRECTORY = click.Path(path_type=Path)
     "keep_share",
     type=_Real(0, 1, above=True),
     default=1.0,
+    show_envvar=True,
     envvar="K3_TOPP",
     help="Use only a token's heaviest experts that make up this share of its weights. "
     "Below 1 this changes the model.",
@@ -172,6 +183,7 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--layers",
     type=_Layers(),
+    show_envvar=True,
     envvar="K3_LAYERS",
     help="Run only the first N layers, or layers A-B (from 0). For measuring; the text is nonsense.",
 )
@@ -185,12 +197,14 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--expert-gb",
     type=_Real(0),
+    show_envvar=True,
     envvar="K3_EXPERT_GB",
     help="Memory for the expert cache, in GB.  [default: what is left, at most all experts]",
 )
 @click.option(
     "--direct/--no-direct",
     default=True,
+    show_envvar=True,
     envvar="K3_DIRECT",
     help="Read experts past the page cache, where the file system can.",
 )
@@ -205,18 +219,21 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--logits",
     type=click.Path(path_type=Path, dir_okay=False),
+    show_envvar=True,
     envvar="K3_LOGITS",
     help="Write raw float32 logits: a row per prompt position, then per generated token.",
 )
 @click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),
+    show_envvar=True,
     envvar="K3_TRACE",
     help="Write timings, reads and chosen experts as JSON lines.",
 )
 @click.option(
     "--route-trace",
     type=click.Path(path_type=Path, dir_okay=False),
+    show_envvar=True,
     envvar="K3_ROUTE_TRACE",
     help="Write the experts that each token chose, compactly, for k3-store simulate.",
 )

@@ -45,9 +45,10 @@ class Report:
 
     def line(self) -> str:
         """One line for people."""
+        decode = f"{self.decode_per_s:.2f}" if self.decode_passes else "-"  # the first token is the prefill's
         return (
             f"load {self.load_s:.2f} s | prefill {self.prompt_tokens} tokens, {self.prefill_per_s:.2f} tok/s | "
-            f"decode {self.generated_tokens} tokens, {self.decode_per_s:.2f} tok/s | "
+            f"decode {self.generated_tokens} tokens, {decode} tok/s | "
             f"read {self.read_bytes / 1e9:.3f} GB, {self.read_gb_per_s:.3f} GB/s | "
             f"peak RSS {self.peak_rss_bytes / 1e9:.3f} GB"
         )

@@ -25,6 +25,7 @@ from k3.engine.report import Report, peak_rss_bytes
 from k3.engine.sampler import Sampler
 from k3.engine.session import Session, check_ids
 from k3.engine.settings import RunSettings, SettingsError
+from k3.engine.targets import check_distinct, check_outside_model
 from k3.engine.tokenizer import Tokenizer
 from k3.engine.trace import FileTracer, Tracer
 from k3.engine.writing import write_error
@@ -50,9 +51,11 @@ class Generated:
 
 def run(settings: RunSettings) -> None:
     """Do what the settings say. Raises K3Error."""
+    check_distinct(settings)
     with contextlib.ExitStack() as stack:
         found = find_model(settings.model)
         stack.callback(found.close)
+        check_outside_model(settings, found.source)
         for warning in found.warnings:
             sys.stderr.write(f"warning: {warning}\n")
         prompt = read_prompt(found, settings)

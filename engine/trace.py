@@ -10,17 +10,19 @@ A pass is one forward through the layers: a chunk of the prompt, or one generate
      "experts": [[0, 3, 9, 14], ...]}      per token, ascending; null in a dense layer
     {"type": "pass", "pass": 0, "position": 0, "tokens": 24, "ms": 25.0, "head_ms": 1.0, "read_bytes": ...}
 
-The file is written as the run goes, a pass at a time, so that it is of use after a run that failed. A trace
-never changes what is computed. One thread.
+The file takes its name with the first pass and is written on as the run goes, a whole pass at a time, so that
+it is of use after a run that failed. A trace never changes what is computed. One thread.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from k3.engine.writing import write_error
+from k3.container.output_file import OutputFile
+
+_ADVICE = "The passes before are kept, if any; give another place, or make room, and run again"
 
 
 class Tracer:
@@ -44,26 +46,19 @@ class FileTracer(Tracer):
     enabled = True
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._lines: list[str] = []
-        try:
-            self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in close()
-        except OSError as error:
-            raise write_error("cannot write the trace", error, path) from error
+        self._file = OutputFile(path, "the trace", _ADVICE)
 
     def record(self, kind: str, **fields: Any) -> None:
         """Keep a record until the end of the pass."""
         self._lines.append(json.dumps({"type": kind, **fields}) + "\n")
 
     def end_pass(self) -> None:
-        """Write the records of the pass."""
-        try:
-            self._file.writelines(self._lines)
-            self._file.flush()
-        except OSError as error:
-            raise write_error("cannot write the trace", error, self._path) from error
+        """Write the records of the pass. DriveError or SpaceError, and then nothing of the pass is written."""
+        self._file.write("".join(self._lines).encode())
+        self._file.publish()
         self._lines.clear()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; without a pass there is none."""
         self._file.close()

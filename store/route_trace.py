@@ -7,9 +7,7 @@ length. Neither is for more than one thread.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from k3.container.direct import drive_error, sync_directory
-from k3.container.errors import DriveError, ExitCode, K3Error, VersionError
+from k3.container.direct import drive_error
+from k3.container.errors import ExitCode, K3Error, VersionError
+from k3.container.output_file import OutputFile
 
 Ids = npt.NDArray[np.uint16]
 
@@ -140,18 +139,18 @@ class RouteTraceWriter:
         """DriveError when nothing can be written there."""
         self.path = path
         self._header = header
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._choices: list[Choice] = []
         self._passes = 0
         self._tokens = 0
         self.torn = False
-        try:
-            self._file: BinaryIO = open(self._temporary, "wb")  # noqa: SIM115 - closed in __exit__
-        except OSError as error:
-            raise self._write_error(error) from error
+        self._file = OutputFile(path, "the routing trace")
         self._frame = zstandard.ZstdCompressor(_LEVEL, write_checksum=True).compressobj()
         text = header.to_json()
-        self._write(_PREFIX.pack(MAGIC, VERSION, len(text)) + text)
+        try:
+            self._write(_PREFIX.pack(MAGIC, VERSION, len(text)) + text)
+        except BaseException:
+            self._file.close()
+            raise
 
     def add(self, layer: int, counts: npt.NDArray[np.integer], ids: npt.NDArray[np.integer]) -> None:
         """The choices of the current pass's tokens in one layer; layers come in the header's order.
@@ -195,14 +194,7 @@ class RouteTraceWriter:
         if self.torn:
             raise ValueError("a trace that was torn cannot be published")
         self._write(_RECORD.pack(0, self._passes, self._tokens), last=True)
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._temporary.replace(self.path)
-            sync_directory(self.path.absolute().parent)
-        except OSError as error:
-            raise self._write_error(error) from error
+        self._file.publish()
 
     def __enter__(self) -> RouteTraceWriter:
         return self
@@ -210,23 +202,13 @@ class RouteTraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # what cannot be written out is removed anyway
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._file.close()
 
     def _write(self, data: bytes, *, last: bool = False) -> None:
         packed = self._frame.compress(data)
         if last:
             packed += self._frame.flush()
-        try:
-            self._file.write(packed)
-        except OSError as error:
-            raise self._write_error(error) from error
-
-    def _write_error(self, error: OSError) -> DriveError:
-        typed = drive_error("cannot write the routing trace", error, self.path)
-        typed.advice = "Nothing of it is kept; give another place, or make room, and run again"
-        return typed
+        self._file.write(packed)
 
 
 class RouteTraceReader:
