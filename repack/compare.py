@@ -20,10 +20,10 @@ import numpy as np
 from k3 import kernels
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent
-from k3.container.direct import Bytes, ReadFile
+from k3.container.direct import Bytes, ReadFile, aligned_buffer, span_bytes
 from k3.container.errors import DriveError, K3Error
 from k3.container.keys import ExpertKey
-from k3.container.layout import ROOT_NAME
+from k3.container.layout import MANIFEST_NAME, ROOT_NAME
 from k3.container.reader import Container
 from k3.repack.assemble import EXPERT_BUFFERS, Assembler
 from k3.repack.buffers import BufferPool
@@ -177,12 +177,16 @@ class CompareDestination:
             self._range(number, start, expected[start : start + self._buffers.nbytes], None, None, None)
 
     def small_files(self) -> None:
-        """Compare the text files in home with the source's, and drive roots' own files with their digests."""
+        """Compare text files with the source's; manifest, catalog and root files with what they must be."""
         manifest = self._container.manifest
+        home = self._container.home
+        rendered = manifest.render()
+        self._small(home / MANIFEST_NAME, checksum.digest(rendered).hex(), rendered)
+        self._small(home / manifest.catalog.path, manifest.catalog.digest, None)
         for small in manifest.text_files:
             source = self._plan.snapshot.text_file(small.path)
             expected = None if source is None else source.read_bytes()
-            self._small(self._container.home / small.path, small.digest, expected)
+            self._small(home / small.path, small.digest, expected)
         for located in self._container.roots:
             if located.root.root_file_digest is not None:
                 self._small(located.directory / ROOT_NAME, located.root.root_file_digest, None)
@@ -202,10 +206,13 @@ class CompareDestination:
                 )
 
     def _small(self, path: Path, digest: str, expected: bytes | None) -> None:
+        """Read a small file back from the drive, whole, and compare it."""
         try:
-            data = path.read_bytes()
-        except OSError as error:
-            self._differ(f"cannot be compared: {error.strerror}", path, None, None)
+            with self._open(path) as file:
+                buffer = aligned_buffer(span_bytes(0, file.size_bytes))
+                data = file.read(0, file.size_bytes, buffer).tobytes()
+        except DriveError as error:
+            self._differ(f"cannot be compared: {error.problem}", path, error.offset, None)
             return
         if expected is not None and data != expected:
             self._differ("file differs from the source's", path, None, None)
@@ -279,10 +286,15 @@ class CompareDestination:
         with self._lock:
             file = self._files.get(number)
             if file is None:
-                file = self._files[number] = ReadFile(self._container.file_path(number), direct=self._direct)
-                if not file.direct:
-                    file.drop_cache()
-                    self.fell_back.add(str(file.path.parent))
+                file = self._files[number] = self._open(self._container.file_path(number))
+        return file
+
+    def _open(self, path: Path) -> ReadFile:
+        """A file to be read from its drive: past the page cache, or with its pages dropped and that noted."""
+        file = ReadFile(path, direct=self._direct)
+        if not file.direct:
+            file.drop_cache()
+            self.fell_back.add(str(path.parent))
         return file
 
     def _count(self, nbytes: int) -> None:

@@ -264,3 +264,18 @@ def nothing_is_left_open() -> Iterator[None]:
     before = len(list(Path("/proc/self/fd").iterdir()))
     yield
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_every_byte_of_every_file_is_compared(made: Made) -> None:
+    """Not one byte more or less than the container's files hold."""
+    files = {path for root in (made.home, *made.drives) for path in root.rglob("*") if path.is_file()}
+    expected_bytes = sum(path.stat().st_size for path in files)
+    container = Container.open(made.home)
+    for layer in container.expert_layers():
+        for expert in range(container.expert_count(layer)):
+            extents = container.expert_extents(layer, expert)
+            expected_bytes += sum(
+                extent.stored_bytes for extent in extents if extent.path not in files
+            )  # in place
+    container.close()
+    assert made.summary(0)["compared_bytes"] == expected_bytes
