@@ -105,8 +105,9 @@ def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
         (request.home / JOURNAL_NAME).unlink(missing_ok=True)  # a kill after the last step but one left it
         return RepackResult(manifest, 0, 0, None, already_complete=True)
     refuse_foreign_files(request, snapshot)
-    made = _make_directories(request)
+    made: list[Path] = []
     try:
+        _make_directories(request, made)
         with RootLocks(request.root_directories()):
             return _repack_locked(request, snapshot, watcher)
     finally:
@@ -371,9 +372,8 @@ def _source_record(snapshot: Snapshot) -> str:
     return f"headers:{headers.hexdigest()}"
 
 
-def _make_directories(request: RepackRequest) -> list[Path]:
-    """Make the destination's directories; returns those that are new, parents first."""
-    made: list[Path] = []
+def _make_directories(request: RepackRequest, made: list[Path]) -> None:
+    """Make the destination's directories; those that are new are added to `made`, parents first."""
     wanted = list(request.root_directories())
     if not request.in_place:
         wanted += [drive / EXPERTS_DIRECTORY for drive in (request.drives or (request.home,))]
@@ -386,4 +386,3 @@ def _make_directories(request: RepackRequest) -> list[Path]:
             except OSError as error:
                 raise drive_error("cannot make the directory", error, place) from error
             made.append(place)
-    return made

@@ -355,3 +355,13 @@ def test_a_full_output_is_no_damage(tiny_snapshot: Path, tmp_path: Path) -> None
     assert ended.returncode == 7
     assert "standard output" in ended.stderr
     assert (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_a_drive_that_cannot_be_made_leaves_no_directory(tiny_snapshot: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    drives = f"{tmp_path / 'out'},{tmp_path / 'file' / 'drive'}"
+    told = CliRunner().invoke(
+        main, [str(tiny_snapshot), str(tmp_path / "out"), "--dirs", drives, "--shares", "1,1"]
+    )
+    assert told.exit_code == 6
+    assert not (tmp_path / "out").exists()
