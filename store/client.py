@@ -20,11 +20,12 @@ from typing import Any
 
 from k3.container.errors import DaemonError
 from k3.store.connection import Connection
-from k3.store.daemon_stream import DaemonStream, Request
+from k3.store.daemon_request import Request
 from k3.store.dispatch import HEARTBEAT_S, Dispatch
 from k3.store.link import Link
 from k3.store.native import Granted
 from k3.store.pins import are_settled, first_error
+from k3.store.request_stream import RequestStream
 from k3.store.ring_layout import Op
 from k3.store.session import Session
 from k3.store.source import (
@@ -69,7 +70,7 @@ class DaemonSource:
         self.abandoned = self._dispatch.abandoned
         self._daemon.begin(link)
 
-    def lease(self, layer: int, experts: Sequence[int]) -> DaemonStream:
+    def lease(self, layer: int, experts: Sequence[int]) -> RequestStream[Request]:
         """See `ExpertSource.lease`. Waits for its turn when other requests hold the quota."""
         request = None
         with self._changed:
@@ -80,10 +81,10 @@ class DaemonSource:
             if counts is not None:
                 request = self._dispatch.begin(layer, checked_request(layer, experts, counts))
         if request is None:  # no daemon was ever there: the fallback knows the model
-            return DaemonStream(self, self._delegated(Request(layer, 0, deque(experts))))
+            return RequestStream(self, self._delegated(Request(layer, 0, deque(experts))))
         if self._session is None and self._stand_in is not None:
             self._delegated(request)
-        return DaemonStream(self, request)
+        return RequestStream(self, request)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
         """Ask the daemon to read experts into its cache when it has nothing better to do: a hint, not awaited.

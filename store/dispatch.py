@@ -22,7 +22,7 @@ from pathlib import Path
 
 from k3.container.keys import ExpertKey
 from k3.store.connection import Connection
-from k3.store.daemon_stream import Request
+from k3.store.daemon_request import Request
 from k3.store.native import Completion, Granted
 from k3.store.pins import Pins
 from k3.store.ring_layout import Op, Source, Status

@@ -22,11 +22,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Literal
 
 from k3.container.errors import K3Error
@@ -34,6 +33,7 @@ from k3.container.keys import ExpertKey
 from k3.container.source import ModelSource
 from k3.store.fetch import ATTEMPTS, Fetched, Piece, buffer_bytes, join, located, place, read_piece
 from k3.store.handles import OpenFile, OpenFiles, default_open_files, open_file
+from k3.store.request_stream import RequestStream
 from k3.store.slots import Resident, SlotTable
 from k3.store.source import BudgetError, Lease, SourceStats, checked_request, poisoned_on_release
 
@@ -111,7 +111,7 @@ class FileSource:
         self._flights: dict[ExpertKey, _Flight] = {}
         self._verified: set[ExpertKey] = set()
         self._admission: deque[object] = deque()
-        self._abandoned: deque[_Request] = deque()
+        self.abandoned: deque[_Request] = deque()
         self._files = OpenFiles(max_open_files or default_open_files(), direct=direct, opener=opener)
         self._changed = threading.Condition(threading.Lock())
         self._counters = SourceStats(slots=len(self._slots), slot_bytes=slot_bytes)
@@ -119,7 +119,7 @@ class FileSource:
         self._crash: BaseException | None = None
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="k3-store")
 
-    def lease(self, layer: int, experts: Sequence[int]) -> FileStream:
+    def lease(self, layer: int, experts: Sequence[int]) -> RequestStream[_Request]:
         """See `ExpertSource.lease`. Waits for its turn when other requests hold the slots."""
         ids = checked_request(layer, experts, self._counts)
         keys = deque(ExpertKey(layer, expert) for expert in ids)
@@ -127,7 +127,7 @@ class FileSource:
         with self._changed:
             request.tickets = self._admit(min(len(ids), self._working_slots))
             self._advance(request)
-        return FileStream(self, request)
+        return RequestStream(self, request)
 
     def stats(self) -> SourceStats:
         """See `ExpertSource.stats`."""
@@ -274,7 +274,7 @@ class FileSource:
 
     # Handing out and giving back
 
-    def _take(self, request: _Request) -> Lease:
+    def take(self, request: _Request) -> Lease:
         """Wait for a stream's next expert. StopIteration after the last one, or its error."""
         began_ns = time.monotonic_ns()
         with self._changed:
@@ -316,7 +316,8 @@ class FileSource:
                 self._tickets += 1
             self._changed.notify_all()
 
-    def _close(self, request: _Request) -> None:
+    def give_up(self, request: _Request) -> None:
+        """Give back what a stream has not handed out."""
         with self._changed:
             self._end(request)
 
@@ -328,8 +329,8 @@ class FileSource:
 
     def _collect(self) -> None:
         """End the requests whose streams were forgotten without being closed. Under the lock."""
-        while self._abandoned:
-            self._end(self._abandoned.popleft())
+        while self.abandoned:
+            self._end(self.abandoned.popleft())
 
     def _give_back(self, request: _Request) -> None:
         """Take from a closed stream everything that was not handed out. Its flights follow when they land.
@@ -364,40 +365,6 @@ class FileSource:
             )
         else:
             self._count(reads=ATTEMPTS, retries=ATTEMPTS - 1, read_bytes=ATTEMPTS * stored_bytes, read_ns=read_ns)
-
-
-class FileStream:
-    """The leases of one request of a `FileSource`, as they arrive. Leaving a with block closes it."""
-
-    def __init__(self, source: FileSource, request: _Request) -> None:
-        self._source = source
-        self._request = request
-
-    def __iter__(self) -> Iterator[Lease]:
-        return self
-
-    def __next__(self) -> Lease:
-        try:
-            return self._source._take(self._request)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """See `LeaseStream.close`."""
-        self._source._close(self._request)
-
-    def __enter__(self) -> FileStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # May run anywhere, also inside the source's lock: only leave a note.
-        self._source._abandoned.append(self._request)
 
 
 def _copy_of(error: Exception, key: ExpertKey) -> Exception:

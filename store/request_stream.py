@@ -1,0 +1,61 @@
+"""The leases of one request as they arrive, for whichever source: `RequestStream` over a `StreamOwner`.
+
+A stream belongs to one thread at a time. One that is dropped without closing is left to its source as abandoned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+from k3.store.source import Lease
+
+R = TypeVar("R")
+
+
+class StreamOwner(Protocol[R]):
+    """What a stream needs of its source."""
+
+    abandoned: deque[R]
+
+    def take(self, request: R) -> Lease:
+        """The next lease; StopIteration after the last."""
+
+    def give_up(self, request: R) -> None:
+        """Give back what was not handed out."""
+
+
+class RequestStream(Generic[R]):
+    """The leases of one request of a source, as they arrive. Leaving a with block closes it."""
+
+    def __init__(self, source: StreamOwner[R], request: R) -> None:
+        self._source = source
+        self._request = request
+
+    def __iter__(self) -> Iterator[Lease]:
+        return self
+
+    def __next__(self) -> Lease:
+        try:
+            return self._source.take(self._request)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """See `LeaseStream.close`."""
+        self._source.give_up(self._request)
+
+    def __enter__(self) -> RequestStream[R]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # May run anywhere, also inside the source's lock: only leave a note.
+        self._source.abandoned.append(self._request)
