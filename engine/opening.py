@@ -9,41 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from k3 import kernels
 from k3.container import checksum
 from k3.container.direct import drive_error
 from k3.container.errors import ConfigError, DamageError
 from k3.container.hf_cache import snapshot_directory
-from k3.container.keys import Encoding, tensor_bytes
 from k3.container.memory_limit import memory_limit
 from k3.container.modelconfig import CONFIG_NAME, load_config
 from k3.container.reader import Container
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
 from k3.engine.attaching import Attachment, attach, open_experts
-from k3.engine.budget import CHUNK_COPIES, Need, check_fits
 from k3.engine.config import ModelConfig, parse_layers, token_ids
 from k3.engine.model import Model, ModelOptions
-from k3.engine.reading import READ_AHEAD
+from k3.engine.plan import Source, plan_memory
 from k3.engine.settings import ModelSettings, SettingsError
-from k3.engine.state import state_bytes
 from k3.engine.tokenizer import Tokenizer, read_json_object
 from k3.engine.trace import Tracer
 from k3.engine.weights import needed_names
-from k3.store.daemon_model import DaemonModel
-from k3.store.fetch import buffer_bytes
-from k3.store.file import WORKING_SLOTS, FileSource
+from k3.store.file import FileSource
 from k3.store.route_trace import RouteHeader, RouteTraceWriter, TracedLayer
 from k3.store.source import ExpertSource
 
 DEFAULT_BITS = 8
-AUTO_CACHE_SHARE = 0.8
-"""Part of the memory left over that an expert cache of no given size takes; the rest is for the page cache."""
-
-
-Source: TypeAlias = Container | Snapshot | DaemonModel
 
 
 @dataclass(slots=True)
@@ -167,12 +156,18 @@ def load_model(
     """
     if settings.threads is not None:
         kernels.set_threads(settings.threads)
-    cache_bytes = plan_memory(found, settings, capacity=capacity, chunk=chunk, every_logit=every_logit)
+    plan = plan_memory(
+        found.source, found.config, found.names, settings, memory_limit(),
+        capacity=capacity, chunk=chunk, every_logit=every_logit,
+    )  # fmt: skip
+    plan.check()
     experts: ExpertSource
     if found.attachment is not None:
-        experts = open_experts(found.attachment, settings, cache_bytes)
+        experts = open_experts(found.attachment, settings, plan.cache_bytes)
     else:
-        experts = FileSource(found.source, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
+        experts = FileSource(
+            found.source, cache_bytes=plan.cache_bytes, direct=settings.direct, verify=settings.verify
+        )
     try:
         options = ModelOptions(exact=settings.exact, keep_share=settings.keep_share)
         model = Model(found.source, found.config, experts, options, tracer=tracer, routes=routes, on_read=on_read)
@@ -193,72 +188,6 @@ def open_route_trace(found: FoundModel, path: Path) -> RouteTraceWriter:
     if not layers:
         raise SettingsError("--route-trace: none of the layers that are run has experts")
     return RouteTraceWriter(path, RouteHeader(source.identity, config.moe.top_k, layers))
-
-
-def plan_memory(
-    found: FoundModel, settings: ModelSettings, *, capacity: int, chunk: int, every_logit: bool
-) -> int:
-    """Bytes for the expert cache, once it is certain that everything fits. UnsupportedError otherwise."""
-    source, config = found.source, found.config
-    layers = [layer for layer in config.layers if layer in config.moe_layers]
-    own_cache = settings.store is None or settings.fallback == "file"  # else the daemon has it
-    slot_bytes = max((buffer_bytes(source.expert_layout(layer)) for layer in layers), default=0)
-    need = Need(
-        dense_bytes=sum(dense_bytes(source, name) for name in found.names),
-        load_bytes=sum(sorted(source_bytes(source, name) for name in found.names)[-READ_AHEAD:]),
-        state_bytes=state_bytes(config, capacity),
-        activation_bytes=_activation_bytes(config, min(chunk, capacity), every_logit),
-        working_bytes=slot_bytes * WORKING_SLOTS if layers and own_cache else 0,
-        cache_bytes=settings.expert_bytes or 0,
-    )
-    limit = memory_limit()
-    check_fits(need, limit)
-    if settings.expert_bytes is not None or settings.store is not None:
-        return settings.expert_bytes or 0
-    all_bytes = slot_bytes * sum(source.expert_count(layer) for layer in layers)
-    left_bytes = limit.free_bytes - need.total_bytes
-    return int(min(all_bytes, max(0, left_bytes) * AUTO_CACHE_SHARE))
-
-
-def dense_bytes(source: Source, name: str) -> int:
-    """Memory that a dense tensor takes as the engine holds it, without reading it. None for a daemon's: shared."""
-    if isinstance(source, DaemonModel):
-        return 0
-    if isinstance(source, Container):
-        entry = source.tensor(name)
-        return entry.weights.stored_bytes + (0 if entry.scales is None else entry.scales.stored_bytes)
-    tensor, encoding = source.tensors[name], source.encoding(name)
-    if encoding is Encoding.RAW:
-        return tensor.nbytes
-    rows, columns = tensor.shape
-    if encoding is Encoding.INT8:
-        return rows * (columns + 4)
-    if encoding is Encoding.INT4:
-        return rows * (-(-columns // 2) + 4 * -(-columns // 64))
-    return 4 * rows * columns
-
-
-def source_bytes(source: Source, name: str) -> int:
-    """Bytes of a dense tensor in its source's own dtype: what quantizing it at load starts from."""
-    if isinstance(source, Container | DaemonModel):
-        return dense_bytes(source, name)
-    tensor = source.tensors[name]
-    return tensor_bytes(tensor.dtype, tensor.shape)
-
-
-def _activation_bytes(config: ModelConfig, chunk: int, every_logit: bool) -> int:
-    moe, mla, kda = config.moe, config.mla, config.kda
-    widest = max(
-        2 * config.dense_inner,
-        2 * moe.shared_experts * moe.inner,
-        moe.top_k * moe.latent,
-        mla.heads * (mla.latent + mla.rope + mla.value),
-        5 * kda.width,
-    )
-    blocks = -(-config.layer_count // config.residual_block)
-    per_token = CHUNK_COPIES * widest + (blocks + CHUNK_COPIES) * config.hidden
-    rows = chunk if every_logit else 1
-    return 4 * (chunk * per_token + 2 * rows * config.vocab)
 
 
 def _recipe(settings: ModelSettings) -> Recipe:

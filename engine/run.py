@@ -19,8 +19,9 @@ from pathlib import Path
 from k3.container.console import Progress
 from k3.container.errors import K3Error, UnsupportedError
 from k3.engine.logits_file import LogitsFile
-from k3.engine.opening import FoundModel, dense_bytes, find_model, load_model, open_route_trace
+from k3.engine.opening import FoundModel, find_model, load_model, open_route_trace
 from k3.engine.output import JsonOutput, Output, TextOutput
+from k3.engine.plan import dense_bytes
 from k3.engine.report import Report, peak_rss_bytes
 from k3.engine.sampler import Sampler
 from k3.engine.session import Session, check_ids

@@ -7,9 +7,9 @@ from engines import VECTORS, snapshot
 
 from k3.container.errors import UnsupportedError
 from k3.container.memory_limit import Limit
-from k3.engine import opening
 from k3.engine.budget import Need, check_fits
-from k3.engine.opening import dense_bytes, find_model, plan_memory
+from k3.engine.opening import find_model
+from k3.engine.plan import dense_bytes, plan_memory
 from k3.engine.settings import ModelSettings
 
 GB = 10**9
@@ -38,22 +38,27 @@ def test_dense_bytes_are_those_in_memory(bits: int) -> None:
         assert dense_bytes(source, name) == held
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, free_bytes: float, expert_bytes: int | None) -> int:
-    monkeypatch.setattr(opening, "memory_limit", lambda: Limit(free_bytes, "a test"))
+def cache_bytes(free_bytes: float, expert_bytes: int | None) -> int:
     settings = ModelSettings(snapshot=(VECTORS / "tiny_s1",), expert_bytes=expert_bytes)
-    return plan_memory(find_model(settings), settings, capacity=64, chunk=8, every_logit=False)
+    found = find_model(settings)
+    plan = plan_memory(
+        found.source, found.config, found.names, settings, Limit(free_bytes, "a test"),
+        capacity=64, chunk=8, every_logit=False,
+    )  # fmt: skip
+    plan.check()
+    return plan.cache_bytes
 
 
-def test_a_cache_of_given_size_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan(monkeypatch, 1e9, 123456) == 123456
-    assert plan(monkeypatch, 1e9, 0) == 0
+def test_a_cache_of_given_size_is_taken_or_refused() -> None:
+    assert cache_bytes(1e9, 123456) == 123456
+    assert cache_bytes(1e9, 0) == 0
     with pytest.raises(UnsupportedError, match=r"a test leaves 1\.000 GB"):
-        plan(monkeypatch, 1e9, GB)
+        cache_bytes(1e9, GB)
 
 
-def test_a_cache_of_no_given_size_takes_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = plan(monkeypatch, 1e12, None)
-    some = plan(monkeypatch, 8e6, None)
+def test_a_cache_of_no_given_size_takes_what_is_left() -> None:
+    everything = cache_bytes(1e12, None)
+    some = cache_bytes(8e6, None)
     assert 0 < some < everything < 10_000_000
     with pytest.raises(UnsupportedError):
-        plan(monkeypatch, 1e6, None)
+        cache_bytes(1e6, None)
