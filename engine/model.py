@@ -8,7 +8,8 @@
         p = p + mlp(norm(mix(blocks, p)))
     logits = head(norm(mix(blocks, p)))
 
-A `Model` is immutable once loaded and knows no timeline; what a timeline remembers is a `State`, passed in.
+A `Model` is immutable once loaded and knows no timeline; what a timeline remembers is a `State`, passed in. Its
+weights may still be on their way when it is made: a pass waits for each where it first needs it.
 Every row of every product depends on that row alone, so tokens may be taken one at a time or many at once:
 the bits are the same. One forward pass at a time.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,16 +27,18 @@ import numpy.typing as npt
 
 from k3 import kernels
 from k3.container.errors import ExpertError
+from k3.container.keys import ExpertLayout
 from k3.container.source import EncodedTensor, ModelSource
 from k3.engine.config import ModelConfig
 from k3.engine.kda import KdaAttention
 from k3.engine.mla import LatentAttention
 from k3.engine.mlp import GatedMlp
 from k3.engine.moe import LatentMoe
+from k3.engine.reading import ReadAhead, TensorReader
 from k3.engine.residual import ResidualMix
 from k3.engine.state import State
 from k3.engine.trace import Tracer
-from k3.engine.weights import Weights, to_float32
+from k3.engine.weights import Matrix, Weights, needed_names, to_float32
 from k3.store.route_trace import RouteTraceWriter
 from k3.store.source import ExpertSource
 
@@ -51,45 +55,76 @@ class ModelOptions:
 
 
 class Layer:
-    """One decoder layer: two sub-layers, each with its mixture and its norm."""
+    """One decoder layer: two sub-layers, each with its mixture and its norm.
+
+    Each part is made when it is first asked for, so that a layer can be at work while its last weights, and the
+    layers after it, are still on their way.
+    """
 
     def __init__(
         self, weights: Weights, index: int, config: ModelConfig, source: ModelSource, experts: ExpertSource,
         options: ModelOptions,
     ) -> None:  # fmt: skip
-        name = f"model.layers.{index}"
         self.index = index
         self.starts_block = index % config.residual_block == 0
-        self._eps = config.eps
-        self.attention_mix = ResidualMix(weights, f"{name}.self_attention_res", config.eps)
-        self._attention_norm = weights.floats(f"{name}.input_layernorm.weight")
-        self._attention: KdaAttention | LatentAttention
-        if index in config.kda_layers:
-            self._attention = KdaAttention(weights, f"{name}.self_attn", config)
-        else:
-            self._attention = LatentAttention(weights, f"{name}.self_attn", config)
-        self.mlp_mix = ResidualMix(weights, f"{name}.mlp_res", config.eps)
-        self._mlp_norm = weights.floats(f"{name}.post_attention_layernorm.weight")
-        self.mlp: GatedMlp | LatentMoe
+        self._name = f"model.layers.{index}"
+        self._weights = weights
+        self._config = config
+        self._experts = experts
+        self._options = options
+        self._layout: ExpertLayout | None = None
         if index in config.moe_layers:
             _check_experts(source, index, config)
-            self.mlp = LatentMoe(
-                weights, f"{name}.block_sparse_moe", index, config, experts, source.expert_layout(index),
-                exact=options.exact, keep_share=options.keep_share,
-            )  # fmt: skip
-        else:
-            self.mlp = GatedMlp(weights, f"{name}.mlp", config)
+            self._layout = source.expert_layout(index)
+
+    @cached_property
+    def attention_mix(self) -> ResidualMix:
+        """The mixture that the attention reads."""
+        return ResidualMix(self._weights, f"{self._name}.self_attention_res", self._config.eps)
+
+    @cached_property
+    def mlp_mix(self) -> ResidualMix:
+        """The mixture that the MLP reads."""
+        return ResidualMix(self._weights, f"{self._name}.mlp_res", self._config.eps)
+
+    @cached_property
+    def mlp(self) -> GatedMlp | LatentMoe:
+        """The dense MLP, or the experts."""
+        if self._layout is None:
+            return GatedMlp(self._weights, f"{self._name}.mlp", self._config)
+        return LatentMoe(
+            self._weights, f"{self._name}.block_sparse_moe", self.index, self._config, self._experts, self._layout,
+            exact=self._options.exact, keep_share=self._options.keep_share,
+        )  # fmt: skip
+
+    @cached_property
+    def _attention(self) -> KdaAttention | LatentAttention:
+        kind = KdaAttention if self.index in self._config.kda_layers else LatentAttention
+        return kind(self._weights, f"{self._name}.self_attn", self._config)
+
+    @cached_property
+    def _attention_norm(self) -> Array:
+        return self._weights.floats(f"{self._name}.input_layernorm.weight")
+
+    @cached_property
+    def _mlp_norm(self) -> Array:
+        return self._weights.floats(f"{self._name}.post_attention_layernorm.weight")
+
+    def make_parts(self) -> None:
+        """Make every part now, in the order in which their weights lie."""
+        _ = self.attention_mix, self._attention_norm, self._attention
+        _ = self.mlp_mix, self._mlp_norm, self.mlp
 
     def attend(self, mixed: Array, state: State) -> Array:
         """The attention half of the layer for a mixture [S, hidden], before it joins the stream."""
-        normed = kernels.rms_norm(mixed, self._attention_norm, self._eps)
+        normed = kernels.rms_norm(mixed, self._attention_norm, self._config.eps)
         # Which kind of state belongs to a layer follows from the same list as its kind of attention.
         attention: Callable[[Array, Any, int], Array] = self._attention
         return attention(normed, state.layers[self.index], state.position)
 
     def transform(self, mixed: Array) -> Array:
         """The MLP half of the layer for a mixture [S, hidden], before it joins the stream."""
-        return self.mlp(kernels.rms_norm(mixed, self._mlp_norm, self._eps))
+        return self.mlp(kernels.rms_norm(mixed, self._mlp_norm, self._config.eps))
 
 
 class Model:
@@ -105,8 +140,12 @@ class Model:
         tracer: Tracer | None = None,
         routes: RouteTraceWriter | None = None,
         on_read: Callable[[str], None] | None = None,
+        loading: TensorReader | None = None,
     ) -> None:
-        """Load every dense tensor of `config.layers`. `on_read` is told the name of each that was read.
+        """Load every dense tensor of `config.layers`; `on_read` is told the name of each that was read.
+
+        With `loading`, which reads them already, nothing is waited for: each weight is taken from it when the
+        first pass comes to it, and what reading it raised is raised there. `loading` must live as long.
 
         `tracer` and `routes` are told what happens; they are the caller's.
 
@@ -114,18 +153,41 @@ class Model:
         """
         self.config = config
         self.options = options
+        self._source = source
         self._experts = experts
         self._tracer = tracer or Tracer()
         self._routes = routes
         self._passes = 0
-        with Weights(source, config, exact=options.exact, on_read=on_read) as weights:
-            self._embeddings = weights.matrix("model.embed_tokens.weight").tensor
-            self.layers = [Layer(weights, index, config, source, experts, options) for index in config.layers]
-            self._output_mix = ResidualMix(weights, "model.output_attn_res", config.eps)
-            self._output_norm = weights.floats("model.norm.weight")
-            self._head = weights.matrix("lm_head.weight")
-            weights.finish()
-            self.resident_bytes = weights.resident_bytes
+        self._complete = False
+        if loading is not None:
+            self._make(Weights(source, config, loading, exact=options.exact, lazy=True, on_read=on_read))
+            return
+        with ReadAhead(source, needed_names(source.tensor_names(), config)) as reading:
+            self._make(Weights(source, config, reading, exact=options.exact, on_read=on_read))
+            for layer in self.layers:
+                layer.make_parts()
+            _ = self._head
+            self._weights.finish()
+            self._complete = True
+
+    def _make(self, weights: Weights) -> None:
+        self._weights = weights
+        self._embeddings = weights.matrix("model.embed_tokens.weight")
+        self.layers = [
+            Layer(weights, index, self.config, self._source, self._experts, self.options)
+            for index in self.config.layers
+        ]
+
+    @cached_property
+    def _head(self) -> tuple[ResidualMix, Array, Matrix]:
+        """The last mixture, its norm, and the vocabulary's matrix."""
+        mix = ResidualMix(self._weights, "model.output_attn_res", self.config.eps)
+        return mix, self._weights.floats("model.norm.weight"), self._weights.matrix("lm_head.weight")
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of dense weights that are in use so far."""
+        return self._weights.resident_bytes
 
     def forward(self, ids: Sequence[int], state: State, *, every_logit: bool = False) -> Array:
         """Take in the tokens `ids` [S], which follow on `state`, and advance it.
@@ -151,21 +213,24 @@ class Model:
             self._tracer.end_pass()
         if self._routes is not None:
             self._routes.end_pass(state.position)
+        if not self._complete:
+            self._weights.finish()  # a whole pass asks for every tensor
+            self._complete = True
         state.position += len(ids)
         self._passes += 1
         return logits
 
     def embed(self, ids: Sequence[int]) -> Array:
         """Rows of the embedding table, [S, hidden]."""
-        table = self._embeddings
+        table = self._embeddings.tensor
         rows = table.data[np.asarray(ids, dtype=np.int64)]
         scales = None if table.scales is None else table.scales[np.asarray(ids, dtype=np.int64)]
         return to_float32(EncodedTensor(table.name, table.encoding, table.dtype, rows.shape, rows, scales))
 
     def logits(self, blocks: Sequence[Array], stream: Array) -> Array:
         """The head: last mixture, norm, vocabulary. [S, hidden] -> [S, vocab]."""
-        mixed = self._output_mix(blocks, stream)
-        return self._head(kernels.rms_norm(mixed, self._output_norm, self.config.eps))
+        mix, norm, matrix = self._head
+        return matrix(kernels.rms_norm(mix(blocks, stream), norm, self.config.eps))
 
     def through(self, layer: Layer, blocks: list[Array], stream: Array, state: State) -> Array:
         """The stream after one layer; a layer that starts a block also banks the stream before it."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from k3 import kernels
 from k3.container import checksum
+from k3.container.dense_load import DenseLoad
 from k3.container.direct import drive_error
 from k3.container.errors import ConfigError, DamageError
 from k3.container.hf_cache import snapshot_directory
@@ -27,7 +28,7 @@ from k3.engine.plan import Source, plan_memory
 from k3.engine.settings import ModelSettings, SettingsError
 from k3.engine.tokenizer import Tokenizer, read_json_object
 from k3.engine.trace import Tracer
-from k3.engine.weights import needed_names
+from k3.engine.weights import check_shapes, needed_names
 from k3.store.file import FileSource
 from k3.store.route_trace import RouteHeader, RouteTraceWriter, TracedLayer
 from k3.store.source import ExpertSource
@@ -44,9 +45,12 @@ class FoundModel:
     names: list[str]  # dense tensors that a run reads
     warnings: list[str]
     attachment: Attachment | None = None  # to the daemon that the model comes from
+    loading: DenseLoad | None = None  # of a container's dense tensors, once `load_model` has begun it
 
     def close(self) -> None:
-        """Let go of the files; nothing can be read afterwards."""
+        """Stop what is being read and let go of the files; nothing can be read afterwards."""
+        if self.loading is not None:
+            self.loading.close()
         if self.attachment is not None:
             self.attachment.close()
         elif isinstance(self.source, Container):
@@ -135,7 +139,10 @@ def _checked(source: Source, config_path: Path, settings: ModelSettings, warning
             f"{config_path} has keys that this engine does not know and does not follow: "
             f"{', '.join(config.unknown_keys)}"
         )
-    return FoundModel(source, config, needed_names(source.tensor_names(), config), warnings)
+    names = needed_names(source.tensor_names(), config)
+    if isinstance(source, Container):
+        check_shapes({name: source.tensor(name).shape for name in names}, config)
+    return FoundModel(source, config, names, warnings)
 
 
 def load_model(
@@ -148,11 +155,14 @@ def load_model(
     tracer: Tracer,
     routes: RouteTraceWriter | None,
     on_read: Callable[[str], None],
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> tuple[Model, ExpertSource]:
     """Check that the run fits in memory, then read all dense weights.
 
-    `on_read` is told the name of each dense tensor once it is in memory. The source of experts is the caller's
-    to close.
+    A container's go on being read when this returns (`found.loading`), and the model waits for each where it first
+    needs it; any other source's are all in memory then. `on_read` is told the name of each dense tensor once it is
+    in memory, `on_loaded` of the end of reading, perhaps from another thread. The source of experts is the
+    caller's to close.
     """
     if settings.threads is not None:
         kernels.set_threads(settings.threads)
@@ -161,20 +171,32 @@ def load_model(
         capacity=capacity, chunk=chunk, every_logit=every_logit,
     )  # fmt: skip
     plan.check()
-    experts: ExpertSource
-    if found.attachment is not None:
-        experts = open_experts(found.attachment, settings, plan.cache_bytes)
-    else:
-        experts = FileSource(
-            found.source, cache_bytes=plan.cache_bytes, direct=settings.direct, verify=settings.verify
-        )
+    if isinstance(found.source, Container):
+        found.loading = DenseLoad(found.source, found.names, on_read=on_read, on_end=on_loaded)
     try:
-        options = ModelOptions(exact=settings.exact, keep_share=settings.keep_share)
-        model = Model(found.source, found.config, experts, options, tracer=tracer, routes=routes, on_read=on_read)
-        return model, experts
+        experts = _open_experts(found, settings, plan.cache_bytes)
+        try:
+            model = Model(
+                found.source, found.config, experts,
+                ModelOptions(exact=settings.exact, keep_share=settings.keep_share),
+                tracer=tracer, routes=routes, on_read=None if found.loading else on_read, loading=found.loading,
+            )  # fmt: skip
+        except BaseException:
+            experts.close()
+            raise
     except BaseException:
-        experts.close()
+        if found.loading is not None:
+            found.loading.close()
         raise
+    if found.loading is None:
+        on_loaded()
+    return model, experts
+
+
+def _open_experts(found: FoundModel, settings: ModelSettings, cache_bytes: int) -> ExpertSource:
+    if found.attachment is not None:
+        return open_experts(found.attachment, settings, cache_bytes)
+    return FileSource(found.source, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
 
 
 def open_route_trace(found: FoundModel, path: Path) -> RouteTraceWriter:

@@ -1,4 +1,4 @@
-"""Dense tensors read ahead of their use: several at a time, handed out by name.
+"""Dense tensors on their way into memory: what hands them out by name, and the way that suits any source.
 
 Reading a tensor is a drive's work, checking its digest or quantizing it a core's; one after the other would
 leave each idle half of the time. Tensors are begun in the order given, `READ_AHEAD` at most being read or
@@ -11,11 +11,19 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import Protocol
 
 from k3.container.source import EncodedTensor, ModelSource
 
 READ_AHEAD = 4
 """Tensors that are being read or waiting; as many threads."""
+
+
+class TensorReader(Protocol):
+    """Where a model takes its dense tensors from while they are being read."""
+
+    def take(self, name: str) -> EncodedTensor:
+        """A tensor, once. Waits until it is there; raises what reading it raised."""
 
 
 class ReadAhead:

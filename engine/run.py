@@ -74,7 +74,8 @@ def run(settings: RunSettings) -> None:
             _generate(session, prompt, settings, stop_ids, logits, output, report, generated)
             _finish_report(report, experts)
             output.finish(generated.ids, generated.stop, report, settings.sampler)
-        for warning in read_warnings(experts.stats(), direct=settings.model.direct):
+        dense_retries = 0 if found.loading is None else found.loading.retries
+        for warning in read_warnings(experts.stats(), direct=settings.model.direct, dense_retries=dense_retries):
             sys.stderr.write(f"warning: {warning}\n")
         if logits is not None:
             logits.publish()
@@ -141,19 +142,24 @@ def _open_session(
     routes: RouteTraceWriter | None,
     report: Report,
 ) -> tuple[Session, ExpertSource]:
-    """Load the model with a progress bar and open its one timeline."""
+    """Open the one timeline of a model whose loading, shown by a progress bar, may go on behind it."""
     began_s = time.monotonic()
     total_bytes = sum(dense_bytes(found.source, name) for name in found.names)
     progress = Progress("loading", total_bytes, as_json=settings.as_json)
+
+    def loaded() -> None:
+        progress.close()
+        report.load_s = time.monotonic() - began_s
+
     try:
         model, experts = load_model(
             found, settings.model, capacity=capacity, chunk=settings.chunk,
             every_logit=settings.logits is not None, tracer=tracer, routes=routes,
-            on_read=lambda name: progress.advance(dense_bytes(found.source, name)),
+            on_read=lambda name: progress.advance(dense_bytes(found.source, name)), on_loaded=loaded,
         )  # fmt: skip
-    finally:
+    except BaseException:
         progress.close()
-    report.load_s = time.monotonic() - began_s
+        raise
     return Session(model, capacity, settings.chunk), experts
 
 
@@ -205,8 +211,8 @@ def _output_failed(error: OSError, generated: int) -> Exception:
     return write_error(f"generation stopped after {generated} tokens: cannot write", error, Path("stdout"))
 
 
-def read_warnings(stats: SourceStats, *, direct: bool) -> list[str]:
-    """What a user should know of how experts were read."""
+def read_warnings(stats: SourceStats, *, direct: bool, dense_retries: int = 0) -> list[str]:
+    """What a user should know of how weights were read."""
     warnings = [
         f"experts in {directory} were read through the page cache: its file system does not take O_DIRECT"
         for directory, is_direct in stats.direct.items()
@@ -214,6 +220,8 @@ def read_warnings(stats: SourceStats, *, direct: bool) -> list[str]:
     ]
     if stats.retries:
         warnings.append(f"{stats.retries} reads of experts failed at first and were right the second time")
+    if dense_retries:
+        warnings.append(f"{dense_retries} reads of dense weights failed at first and were right the second time")
     return warnings
 
 

@@ -5,14 +5,15 @@ weights is read, the source's names are held against it: a missing tensor is an 
 engine does not know, since a model with more tensors computes something else. `Weights` then hands each
 tensor out once, checks its shape, and at the end insists that all were asked for.
 
-`Matrix` is a weight that stays in its stored encoding and is multiplied by the kernels. Loading belongs to
-one thread; a loaded `Matrix` is immutable and may be used from any.
+`Matrix` is a weight that stays in its stored encoding and is multiplied by the kernels. It may be made before its
+bytes are there: the first use waits for them. Claiming and first uses belong to one thread; a `Matrix` that was
+used is immutable and may be used from any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from k3.container.errors import DamageError, SourceError, UnsupportedError
 from k3.container.keys import Encoding, layer_of
 from k3.container.source import EncodedTensor, ModelSource
 from k3.engine.config import ModelConfig
-from k3.engine.reading import ReadAhead
+from k3.engine.reading import TensorReader
 
 Array = npt.NDArray[np.float32]
 Shape = tuple[int, ...]
@@ -36,11 +37,21 @@ _LISTED = 5  # names shown in an error before "and N more"
 class Matrix:
     """A weight [rows, columns] in its stored encoding; calling it multiplies."""
 
-    __slots__ = ("_exact", "tensor")
+    __slots__ = ("_arrival", "_exact", "_tensor")
 
-    def __init__(self, tensor: EncodedTensor, *, exact: bool) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: EncodedTensor | Callable[[], EncodedTensor], *, exact: bool) -> None:
+        """`tensor` is the weight, or what waits for it and returns it: called once, at the first use."""
+        self._tensor = tensor if isinstance(tensor, EncodedTensor) else None
+        self._arrival = None if isinstance(tensor, EncodedTensor) else tensor
         self._exact = exact
+
+    @property
+    def tensor(self) -> EncodedTensor:
+        """The weight as stored. Waits for it, and raises what reading it raised."""
+        if self._tensor is None:
+            assert self._arrival is not None
+            self._tensor, self._arrival = self._arrival(), None
+        return self._tensor
 
     def __call__(self, x: Array) -> Array:
         """x [S, columns] -> [S, rows]. A row of the result depends only on the same row of x.
@@ -59,70 +70,70 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         """Bytes held in memory."""
-        scales = self.tensor.scales
-        return self.tensor.data.nbytes + (0 if scales is None else scales.nbytes)
+        return _nbytes(self.tensor)
 
 
 class Weights:
     """The dense tensors of one model, given out by name without the checkpoint's prefix.
 
-    A context manager around the time of loading: leaving it ends the reading ahead.
+    With `lazy`, a matrix is given out at once and waits for its bytes when it is first used; otherwise it is there
+    when it is given out. `floats` always waits.
     """
 
     def __init__(
         self,
         source: ModelSource,
         config: ModelConfig,
+        reading: TensorReader,
         *,
         exact: bool,
+        lazy: bool = False,
         on_read: Callable[[str], None] | None = None,
     ) -> None:
-        """Compares names before anything is read. SourceError for missing tensors, UnsupportedError for
-        tensors that this engine does not know."""
+        """`reading` hands out the tensors of `needed_names`; `on_read` is told of each that was taken from it."""
         self._exact = exact
+        self._lazy = lazy
         self._on_read = on_read
+        self._reading = reading
         self.prefix = text_prefix(source.tensor_names())
         self._shapes = expected_tensors(config, config.layers)
-        needed = set(needed_names(source.tensor_names(), config))
-        self._reading = ReadAhead(source, [name for name in source.tensor_names() if name in needed])
         self._unclaimed = set(self._shapes)
         self.resident_bytes = 0
 
-    def _claim(self, name: str) -> EncodedTensor:
-        if name not in self._unclaimed:
-            raise AssertionError(f"{name} is claimed twice, or is not in the table of tensors")
-        self._unclaimed.remove(name)
-        full_name = self.prefix + name
-        tensor = self._reading.take(full_name)
-        check_shape(full_name, tensor.shape, self._shapes[name])
-        if self._on_read is not None:
-            self._on_read(full_name)
-        return tensor
-
     def matrix(self, name: str, *, exact: bool | None = None) -> Matrix:
         """A weight to multiply by. `exact=True` where the model needs float32 whatever the run's setting."""
-        matrix = Matrix(self._claim(name), exact=self._exact if exact is None else exact)
-        self.resident_bytes += matrix.nbytes
-        return matrix
+        self._claim(name)
+        tensor = partial(self._take, name) if self._lazy else self._take(name)
+        return Matrix(tensor, exact=self._exact if exact is None else exact)
 
     def floats(self, name: str) -> Array:
         """A tensor as float32 values in its own shape: norms, biases, convolutions."""
-        values = to_float32(self._claim(name))
-        self.resident_bytes += values.nbytes
-        return values
+        self._claim(name)
+        return to_float32(self._take(name))
 
     def finish(self) -> None:
         """To be called when the model is built: every tensor of the table must be in use."""
         if self._unclaimed:
             raise AssertionError(f"tensors of the table that no layer claimed: {sorted(self._unclaimed)}")
 
-    def __enter__(self) -> Weights:
-        return self
+    def _claim(self, name: str) -> None:
+        if name not in self._unclaimed:
+            raise AssertionError(f"{name} is claimed twice, or is not in the table of tensors")
+        self._unclaimed.remove(name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._reading.__exit__(kind, value, trace)
+    def _take(self, name: str) -> EncodedTensor:
+        """A claimed tensor as soon as it is there."""
+        full_name = self.prefix + name
+        tensor = self._reading.take(full_name)
+        check_shape(full_name, tensor.shape, self._shapes[name])
+        self.resident_bytes += _nbytes(tensor)
+        if self._on_read is not None:
+            self._on_read(full_name)
+        return tensor
+
+
+def _nbytes(tensor: EncodedTensor) -> int:
+    return tensor.data.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
 
 
 def to_float32(tensor: EncodedTensor) -> Array:
@@ -158,6 +169,14 @@ def check_shape(name: str, shape: Sequence[int], expected: Shape) -> None:
         raise SourceError(
             f"shape {list(shape)} does not fit the configuration, which gives {list(expected)}", tensor=name
         )
+
+
+def check_shapes(shapes: Mapping[str, Sequence[int]], config: ModelConfig) -> None:
+    """Check tensors by full name, before anything is read. SourceError names the first that does not fit."""
+    prefix = text_prefix(shapes)
+    expected = expected_tensors(config, config.layers)
+    for name, shape in shapes.items():
+        check_shape(name, shape, expected[name.removeprefix(prefix)])
 
 
 def expected_tensors(config: ModelConfig, layers: Iterable[int]) -> dict[str, Shape]:
@@ -250,14 +269,14 @@ def _moe_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def needed_names(names: Iterable[str], config: ModelConfig) -> list[str]:
-    """Full names of the tensors that a run of `config.layers` reads, given all names that a source has.
+    """Full names of the tensors that a run of `config.layers` reads, out of all that a source has, in its order.
 
     Compares names only. SourceError for what is missing; UnsupportedError for tensors that the whole model
     would not have.
     """
     names = list(names)
     prefix = text_prefix(names)
-    needed = [prefix + name for name in expected_tensors(config, config.layers)]
+    needed = {prefix + name for name in expected_tensors(config, config.layers)}
     present = set(names)
     known = expected_tensors(config, range(config.layer_count))
     unknown = [name for name in present if name.removeprefix(prefix) not in known or not name.startswith(prefix)]
@@ -276,7 +295,7 @@ def needed_names(names: Iterable[str], config: ModelConfig) -> list[str]:
             layer=layers[0] if layers else None,
             advice="If only some layers were repacked or downloaded, run just those with --layers",
         )
-    return needed
+    return [name for name in names if name in needed]
 
 
 def _listing(names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from engines import VECTORS, loaded, snapshot
 from k3.container.errors import DamageError, SourceError, UnsupportedError
 from k3.container.source import EncodedTensor
 from k3.engine.config import ModelConfig
+from k3.engine.reading import ReadAhead
 from k3.engine.weights import Matrix, Weights, expected_tensors, needed_names
 
 PREFIX = "language_model."
@@ -137,7 +138,9 @@ def test_a_log_padding_must_be_zero() -> None:
 
 
 def test_claims_are_exact() -> None:
-    with Weights(snapshot(), config(), exact=True) as weights:
+    source = snapshot()
+    with ReadAhead(source, source.tensor_names()) as reading:
+        weights = Weights(source, config(), reading, exact=True)
         weights.floats("model.norm.weight")  # the last first: order is only a matter of speed
         with pytest.raises(AssertionError, match="claimed twice"):
             weights.floats("model.norm.weight")

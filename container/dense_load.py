@@ -1,0 +1,315 @@
+"""`DenseLoad`: the dense tensors of a container on their way into memory, each usable as soon as it is there.
+
+One region of huge pages holds them all. Reading threads fill it piece by piece in the order of use, past the page
+cache and straight to its place; one thread makes pages present ahead of them, since a direct read into untouched
+memory faults them in one by one; one thread follows and compares every extent with its digest. Only then is a
+tensor handed out, as a view: nothing is copied, and no byte is seen that was not checked.
+
+A read that fails, or whose bytes differ from the digest, is tried once more (`retries` counts). The first tensor,
+in the order of use, that fails again ends the load: its error is raised by every `take` that would have to wait.
+
+`take` may be called from any thread, `close` from the one that made the load. Invariants, under the one lock:
+
+* A piece's pages are made present by exactly one thread, and are present before it is read.
+* A piece belongs to the thread that reads it until it has landed; from then on to the checking thread.
+* A tensor in `_ready` has been checked; nothing is ever written to it again.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from k3.container import checksum
+from k3.container.dense_plan import PIECE_BYTES, Placed, plan_dense
+from k3.container.direct import Bytes, ReadFile
+from k3.container.errors import DamageError, DriveError, K3Error
+from k3.container.pages import huge_buffer, populate
+from k3.container.reader import Container, encoded_tensor
+from k3.container.source import EncodedTensor
+
+LANES = 4
+"""Reads in flight."""
+
+OpenFile = Callable[[Path, bool], ReadFile]
+
+
+def open_file(path: Path, direct: bool) -> ReadFile:
+    """How files are opened when no test says otherwise."""
+    return ReadFile(path, direct=direct)
+
+
+class _Pages(enum.Enum):
+    ABSENT = enum.auto()
+    CLAIMED = enum.auto()
+    PRESENT = enum.auto()
+
+
+class DenseLoad:
+    """A load that began when it was made. A context manager; leaving it closes."""
+
+    def __init__(
+        self,
+        container: Container,
+        names: Sequence[str],
+        *,
+        on_read: Callable[[str], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        opener: OpenFile = open_file,
+    ) -> None:
+        """Begin to read `names`, in this order. Tells `on_read` of each tensor that was checked, and `on_end` of
+        the end, also when it is an early one; both from a thread of the load, before the tensor can be taken.
+
+        UnsupportedError for a tensor that does not lie on whole pages; MemoryError.
+        """
+        self._container = container
+        self._entries = {name: container.tensor(name) for name in names}
+        self._plan = plan_dense([self._entries[name] for name in names], piece_bytes)
+        self._region = huge_buffer(self._plan.nbytes)
+        self._on_read, self._on_end = on_read, on_end
+        self._opener = opener
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)  # a piece landed, its pages are present, or all is over
+        self._checked = threading.Condition(self._lock)  # a tensor can be taken, or all is over
+        pieces = len(self._plan.pieces)
+        self._pages = [_Pages.ABSENT] * pieces
+        self._landed: list[bool] = [False] * pieces
+        self._failed: dict[int, Exception] = {}
+        self._next = 0
+        self._ready: dict[str, EncodedTensor] = {}
+        self._failure: Exception | None = None
+        self._stopped = False
+        self._files: dict[int, ReadFile] = {}
+        self._lanes_left = LANES
+        self.retries = 0
+        self.began_s = time.monotonic()
+        self.ended_s: float | None = None
+        bodies = [self._populate_ahead, self._check_all, *[self._lane] * LANES]
+        self._threads = [threading.Thread(target=body, name="k3-dense", daemon=True) for body in bodies]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self._plan.nbytes
+
+    def take(self, name: str) -> EncodedTensor:
+        """A tensor, once it has been read and checked; each can be taken once, by any thread.
+
+        Raises what ended the load if it ended before this tensor; ValueError when it was closed.
+        """
+        with self._lock:
+            while name not in self._ready and self._failure is None and not self._stopped:
+                self._checked.wait()
+            if name in self._ready:
+                return self._ready.pop(name)
+            if self._failure is not None:
+                raise self._failure
+            raise ValueError(f"the load was closed before {name} was taken")
+
+    def close(self) -> None:
+        """Stop reading, and wait for the reads in flight. Tensors that were taken stay as they are."""
+        self._stop()
+        for thread in self._threads:
+            thread.join()
+        self._ready.clear()
+
+    def __enter__(self) -> DenseLoad:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            self._arrived.notify_all()
+            self._checked.notify_all()
+
+    # Pages
+
+    def _populate_ahead(self) -> None:
+        for number in range(len(self._plan.pieces)):
+            try:
+                self._make_present(number, wait=False)
+            except Exception:  # the thread that reads this piece will meet it too, and report it
+                return
+            if self._stopped:
+                return
+
+    def _make_present(self, number: int, *, wait: bool) -> None:
+        """Populate a piece's pages unless that was done, or (without `wait`) is being done, by another thread."""
+        with self._lock:
+            while self._pages[number] is _Pages.CLAIMED and wait:
+                self._arrived.wait()
+            if self._pages[number] is not _Pages.ABSENT:
+                return
+            self._pages[number] = _Pages.CLAIMED
+        piece = self._plan.pieces[number]
+        outcome = _Pages.ABSENT
+        try:
+            populate(self._region[piece.start : piece.end])
+            outcome = _Pages.PRESENT
+        finally:
+            with self._lock:
+                self._pages[number] = outcome
+                self._arrived.notify_all()
+
+    # Reading
+
+    def _lane(self) -> None:
+        """Read pieces, in order, until there are none left. Errors go to the checking thread."""
+        try:
+            while (number := self._take_piece()) is not None:
+                failure: Exception | None = None
+                try:
+                    self._make_present(number, wait=True)
+                    piece = self._plan.pieces[number]
+                    file = self._file(piece.file)
+                    file.read(piece.offset, piece.nbytes, self._region[piece.start : piece.end])
+                except Exception as error:
+                    failure = error
+                with self._lock:
+                    self._landed[number] = True
+                    if failure is not None:
+                        self._failed[number] = failure
+                    self._arrived.notify_all()
+        finally:
+            self._leave()
+
+    def _take_piece(self) -> int | None:
+        with self._lock:
+            if self._stopped or self._next == len(self._plan.pieces):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _file(self, number: int) -> ReadFile:
+        """A data file, opened once for all lanes."""
+        with self._lock:
+            file = self._files.get(number)
+            if file is None:
+                file = self._files[number] = self._opener(self._container.file_path(number), True)
+            return file
+
+    def _leave(self) -> None:
+        """The last lane closes the files."""
+        with self._lock:
+            self._lanes_left -= 1
+            if self._lanes_left == 0:
+                while self._files:
+                    self._files.popitem()[1].close()
+
+    # Checking
+
+    def _check_all(self) -> None:
+        """Follow the reads and hand out tensors. Whatever goes wrong ends the load."""
+        failure: Exception | None
+        try:
+            number = 0
+            for place, placed in enumerate(self._plan.extents):
+                number = self._check(placed, number)
+                if place + 1 == len(self._plan.extents) or self._plan.extents[place + 1].tensor != placed.tensor:
+                    self._hand_out(placed.tensor, place, is_last=place + 1 == len(self._plan.extents))
+            failure = None
+        except _StoppedError:
+            failure = None
+        except Exception as error:
+            failure = error
+        try:
+            self._end()
+        except Exception as error:
+            failure = failure or error
+        with self._lock:
+            self._failure = failure
+        self._stop()
+
+    def _check(self, placed: Placed, number: int) -> int:
+        """Compare an extent that begins in piece `number` with its digest, waiting for the pieces it lies in.
+
+        Returns the piece where the next extent begins.
+        """
+        hasher = checksum.Hasher()
+        position = placed.start
+        while position < placed.end:
+            self._await_piece(number, placed)
+            piece = self._plan.pieces[number]
+            stop = min(piece.end, placed.end)
+            hasher.update(self._region[position:stop])
+            position = stop
+            if stop == piece.end:
+                number += 1
+        if hasher.digest() != placed.extent.digest:
+            extent = placed.extent
+            self._read_again(placed, extent.offset, placed.start, extent.stored_bytes)
+            if checksum.digest(self._region[placed.start : placed.end]) != extent.digest:
+                raise DamageError(
+                    "tensor does not match its digest", path=self._container.file_path(extent.file),
+                    tensor=placed.tensor, offset=extent.offset,
+                    advice="Run k3-verify, then repack the damaged file from the source",
+                )  # fmt: skip
+        return number
+
+    def _await_piece(self, number: int, placed: Placed) -> None:
+        """Return when a piece has landed, read by a lane or at the second try."""
+        with self._lock:
+            while not self._landed[number] and not self._stopped:
+                self._arrived.wait()
+            if self._stopped:
+                raise _StoppedError
+            failure = self._failed.pop(number, None)
+        if isinstance(failure, DriveError):
+            piece = self._plan.pieces[number]
+            self._read_again(placed, piece.offset, piece.start, piece.nbytes)
+        elif failure is not None:
+            raise failure
+
+    def _read_again(self, placed: Placed, offset: int, start: int, nbytes: int) -> None:
+        """The second try, through a descriptor of its own. DriveError names the tensor that was waited for."""
+        try:
+            with self._opener(self._container.file_path(placed.extent.file), True) as file:
+                file.read(offset, nbytes, self._region[start : start + nbytes])
+        except K3Error as error:
+            error.tensor = placed.tensor
+            raise
+        self.retries += 1
+
+    def _hand_out(self, name: str, place: int, *, is_last: bool) -> None:
+        """Make a tensor takeable whose last extent is number `place`."""
+        entry = self._entries[name]
+        if entry.scales is None:
+            weights, scales = self._view(self._plan.extents[place]), None
+        else:
+            weights, scales = (self._view(self._plan.extents[at]) for at in (place - 1, place))
+        tensor = encoded_tensor(name, entry.encoding, entry.dtype, entry.shape, weights, scales)
+        if self._on_read is not None:
+            self._on_read(name)
+        if is_last:  # before it can be taken: whoever has taken everything has also been told of the end
+            self._end()
+        with self._lock:
+            self._ready[name] = tensor
+            self._checked.notify_all()
+
+    def _view(self, placed: Placed) -> Bytes:
+        view = self._region[placed.start : placed.start + placed.extent.payload_bytes]
+        view.flags.writeable = False
+        return view
+
+    def _end(self) -> None:
+        """Note the time and tell of the end, the first time."""
+        if self.ended_s is None:
+            self.ended_s = time.monotonic()
+            if self._on_end is not None:
+                self._on_end()
+
+
+class _StoppedError(Exception):
+    """The load was closed; the checking thread goes home."""

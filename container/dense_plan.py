@@ -1,0 +1,96 @@
+"""Where each dense tensor goes in one region of memory, and the reads that fill it. Pure; any thread.
+
+Tensors lie in the region in the order in which they were given, which is the order of use. Extents that follow
+each other in a file therefore follow each other in the region too, and a read may span any number of them: it is
+cut by size, never by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from k3.container.catalog import CatalogExtent, CatalogTensor
+from k3.container.errors import UnsupportedError
+from k3.container.keys import PAGE_BYTES
+
+PIECE_BYTES = 8 << 20
+"""Most bytes of one read: long enough for a drive's full rate, short enough for its last bytes not to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One extent of a tensor, and its place in the region."""
+
+    tensor: str
+    extent: CatalogExtent
+    start: int
+
+    @property
+    def end(self) -> int:
+        """First byte of the region after it."""
+        return self.start + self.extent.stored_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One read: `nbytes` from `offset` of data file `file` to `start` in the region. Whole pages."""
+
+    file: int
+    offset: int
+    start: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """First byte of the region after it."""
+        return self.start + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class DensePlan:
+    """`extents` and `pieces` each cover the region of `nbytes` from end to end, ascending."""
+
+    nbytes: int
+    extents: tuple[Placed, ...]
+    pieces: tuple[Piece, ...]
+
+
+def plan_dense(tensors: Sequence[CatalogTensor], piece_bytes: int = PIECE_BYTES) -> DensePlan:
+    """The region and the reads for these tensors. UnsupportedError for one that does not lie on whole pages."""
+    assert piece_bytes % PAGE_BYTES == 0
+    extents = tuple(_placed(tensors))
+    pieces = []
+    for run in _runs(extents):
+        first = run[0]
+        for done in range(0, run[-1].end - first.start, piece_bytes):
+            nbytes = min(piece_bytes, run[-1].end - first.start - done)
+            pieces.append(Piece(first.extent.file, first.extent.offset + done, first.start + done, nbytes))
+    return DensePlan(extents[-1].end if extents else 0, extents, tuple(pieces))
+
+
+def _placed(tensors: Sequence[CatalogTensor]) -> Iterator[Placed]:
+    end = 0
+    for tensor in tensors:
+        for extent in (tensor.weights, tensor.scales):
+            if extent is None:
+                continue
+            if extent.offset % PAGE_BYTES or extent.stored_bytes % PAGE_BYTES:
+                raise UnsupportedError(
+                    "a dense tensor does not lie on whole pages", tensor=tensor.name, offset=extent.offset
+                )
+            yield Placed(tensor.name, extent, end)
+            end += extent.stored_bytes
+
+
+def _runs(extents: Sequence[Placed]) -> list[list[Placed]]:
+    """Extents grouped as far as they lie one after the other in a file."""
+    runs: list[list[Placed]] = []
+    for placed in extents:
+        last = runs[-1][-1].extent if runs else None
+        extent = placed.extent
+        if last is not None and (extent.file, extent.offset) == (last.file, last.offset + last.stored_bytes):
+            runs[-1].append(placed)
+        else:
+            runs.append([placed])
+    return runs
