@@ -15,14 +15,14 @@ traceback. A mistake of the programmer is an assertion or a plain Python excepti
     ├── ContainerError         the container cannot be used as it is
     │   ├── NotAContainerError
     │   ├── IncompleteError    a repack has not finished (or a root is not there)
-    │   ├── VersionError       written by a newer format version
+    │   ├── VersionError       written by a newer format version (a saved state too)
     │   └── DamageError        bytes differ from their digest
     ├── DriveError             the operating system refused a read or a write
     │   └── SpaceError         a drive is full, or would be
     ├── DaemonError            k3-store is not there, refused, or went away
     │   ├── WireError          a control message is not what the protocol allows
     │   └── SocketError        the socket's place cannot be used, or another daemon has it
-    ├── ResumeError            the unfinished run has other parameters or another source
+    ├── ResumeError            what should go on was begun with other parameters or another source
     └── UnsupportedError       sound, but this program cannot do it
 """
 
@@ -60,7 +60,7 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
     ExitCode.NOT_A_CONTAINER: "not a container",
     ExitCode.DRIVE: "a read or write failed",
     ExitCode.SPACE: "not enough space",
-    ExitCode.RESUME: "the unfinished run had other parameters or another source",
+    ExitCode.RESUME: "what should go on was begun with other parameters or another source",
     ExitCode.UNSUPPORTED: "a newer format, or something this program cannot do",
     ExitCode.DAEMON: "k3-store is not there, refused, or went away",
     ExitCode.INTERNAL: "a fault of the program itself",
@@ -181,7 +181,7 @@ class IncompleteError(ContainerError):
 
 
 class VersionError(ContainerError):
-    """The container was written by a newer format version."""
+    """The container, or a saved state, was written by a newer format version."""
 
     exit_code = ExitCode.UNSUPPORTED
 
@@ -217,7 +217,7 @@ class SocketError(DaemonError):
 
 
 class ResumeError(K3Error):
-    """The unfinished run in the target has other parameters or another source."""
+    """What should go on (an unfinished run, a saved state) has other parameters or another source."""
 
     exit_code = ExitCode.RESUME
 

@@ -24,7 +24,8 @@ DEFAULT_CHUNK = 64
 
 _EXIT_CODES = (
     ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.SOURCE, ExitCode.INCOMPLETE,
-    ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE, ExitCode.SPACE, ExitCode.UNSUPPORTED, ExitCode.INTERRUPTED,
+    ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE, ExitCode.SPACE, ExitCode.RESUME, ExitCode.UNSUPPORTED,
+    ExitCode.DAEMON, ExitCode.INTERRUPTED,
 )  # fmt: skip
 
 
@@ -88,6 +89,12 @@ _EXIT_CODES = (
     envvar="K3_ROUTE_TRACE",
     help="Write the experts that each token chose, compactly, for k3-store simulate.",
 )
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Go on from the timeline saved in this file, if it is there, and save it there at the end. "
+    "A prompt may be left out, or must begin with what was taken in.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout: tokens as they come, then a summary.")
 def main(**options: Any) -> None:
     """Continue a prompt with a Kimi K3 model.
@@ -124,13 +131,16 @@ def _settings(options: dict[str, Any]) -> RunSettings:
         trace=options["trace"],
         route_trace=options["route_trace"],
         as_json=options["as_json"],
+        state=options["state"],
     )
 
 
 def _prompt(options: dict[str, Any]) -> tuple[tuple[int, ...] | None, str | None]:
-    """The one prompt that was given, as ids or as text."""
+    """The one prompt that was given, as ids or as text; none with --state."""
     given = [key for key in ("ids", "text", "prompt", "prompt_file") if options[key] is not None]
     names = {"ids": "--ids", "text": "TEXT", "prompt": "--prompt", "prompt_file": "--prompt-file"}
+    if not given and options["state"] is not None:
+        return None, None
     if not given:
         raise click.UsageError("No prompt: give TEXT, --prompt, --prompt-file or --ids.")
     if len(given) > 1:

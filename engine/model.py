@@ -154,6 +154,7 @@ class Model:
         self.config = config
         self.options = options
         self._source = source
+        self.identity = source.identity
         self._experts = experts
         self._tracer = tracer or Tracer()
         self._routes = routes

@@ -178,7 +178,7 @@ def load_model(
         try:
             model = Model(
                 found.source, found.config, experts,
-                ModelOptions(exact=settings.exact, keep_share=settings.keep_share),
+                model_options(settings),
                 tracer=tracer, routes=routes, on_read=None if found.loading else on_read, loading=found.loading,
             )  # fmt: skip
         except BaseException:
@@ -197,6 +197,11 @@ def _open_experts(found: FoundModel, settings: ModelSettings, cache_bytes: int) 
     if found.attachment is not None:
         return open_experts(found.attachment, settings, cache_bytes)
     return FileSource(found.source, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
+
+
+def model_options(settings: ModelSettings) -> ModelOptions:
+    """The settings that change a model's numbers, besides its weights and its configuration."""
+    return ModelOptions(exact=settings.exact, keep_share=settings.keep_share)
 
 
 def open_route_trace(found: FoundModel, path: Path) -> RouteTraceWriter:

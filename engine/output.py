@@ -6,6 +6,7 @@ The timing line goes to stderr, so that stdout holds the answer and nothing else
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 from k3.container.console import emit_json
@@ -34,8 +35,9 @@ class TextOutput:
     A stop token is not text, but it is an id.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
+        """`before` are the tokens that the text goes on from, which may end inside a character."""
+        self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._begun = False
 
     def token(self, token: int, *, is_stop: bool) -> None:
@@ -77,8 +79,9 @@ class JsonOutput:
     the end is in the summary's text only. The text of a stop token is empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
+        """`before` as in `TextOutput`."""
+        self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._pieces: list[str] = []
         self._count = 0
 
@@ -99,3 +102,11 @@ class JsonOutput:
             "summary", ids=ids, text=text, stop=stop, temperature=sampler.temperature, top_p=sampler.top_p,
             seed=sampler.seed, **report.as_dict(),
         )  # fmt: skip
+
+
+def _detokenizer(tokenizer: Tokenizer, before: Sequence[int]) -> Detokenizer:
+    """A detokenizer that knows how the text before ends."""
+    detokenizer = Detokenizer(tokenizer)
+    for token in before:
+        detokenizer.push(token)
+    return detokenizer

@@ -12,7 +12,8 @@ from typing import Any
 class Report:
     """Filled in as the run goes. Decode time counts the passes after the prompt's."""
 
-    prompt_tokens: int = 0
+    resumed_tokens: int = 0  # that a saved state had taken in
+    prompt_tokens: int = 0  # that this run took in
     generated_tokens: int = 0
     load_s: float = 0.0
     prefill_s: float = 0.0
@@ -46,8 +47,10 @@ class Report:
     def line(self) -> str:
         """One line for people."""
         decode = f"{self.decode_per_s:.2f}" if self.decode_passes else "-"  # the first token is the prefill's
+        resumed = f"resumed {self.resumed_tokens} tokens | " if self.resumed_tokens else ""
         return (
-            f"load {self.load_s:.2f} s | prefill {self.prompt_tokens} tokens, {self.prefill_per_s:.2f} tok/s | "
+            f"load {self.load_s:.2f} s | {resumed}"
+            f"prefill {self.prompt_tokens} tokens, {self.prefill_per_s:.2f} tok/s | "
             f"decode {self.generated_tokens} tokens, {decode} tok/s | "
             f"read {self.read_bytes / 1e9:.3f} GB, {self.read_gb_per_s:.3f} GB/s | "
             f"peak RSS {self.peak_rss_bytes / 1e9:.3f} GB"

@@ -2,8 +2,8 @@
 
 The order of events: everything that can be refused is refused, the weights are loaded, the prompt is taken
 in, then tokens are chosen and printed until a stop token or the asked number. An error on the way ends the
-printed line first, so that what was generated before it stays readable, and says that generation stopped.
-Main thread only.
+printed line first, so that what was generated before it stays readable, and says that generation stopped. With
+--state the timeline may go on from a saved one, and is saved whatever ends it. Main thread only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from pathlib import Path
 
 from k3.container.console import Progress
 from k3.container.errors import K3Error, UnsupportedError
+from k3.engine.keeping import Keeper, check_continues, open_saved
 from k3.engine.logits_file import LogitsFile
-from k3.engine.opening import FoundModel, find_model, load_model, open_route_trace
+from k3.engine.opening import FoundModel, find_model, load_model, model_options, open_route_trace
 from k3.engine.output import JsonOutput, Output, TextOutput
 from k3.engine.plan import dense_bytes
 from k3.engine.report import Report, peak_rss_bytes
 from k3.engine.sampler import Sampler
 from k3.engine.session import Session, check_ids
 from k3.engine.settings import RunSettings, SettingsError
+from k3.engine.state_file import Binding, PromptForm, SavedState
 from k3.engine.targets import check_distinct, check_outside_model
 from k3.engine.tokenizer import Tokenizer
 from k3.engine.trace import FileTracer, Tracer
@@ -33,13 +35,23 @@ from k3.engine.writing import write_error
 from k3.store.route_trace import RouteTraceWriter
 from k3.store.source import ExpertSource, SourceStats
 
+_CHARACTER_TOKENS = 8
+"""More tokens than a character is spread over."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids to begin with; `tokenizer` only when the conversation is in text."""
+    """Token ids to begin with; `tokenizer` only when the conversation is in text. `resumed`: they are a saved
+    state's, none were given."""
 
     ids: tuple[int, ...]
     tokenizer: Tokenizer | None
+    resumed: bool = False
+
+    @property
+    def form(self) -> PromptForm:
+        """What the conversation is in."""
+        return "ids" if self.tokenizer is None else "text"
 
 
 @dataclass(slots=True)
@@ -59,19 +71,32 @@ def run(settings: RunSettings) -> None:
         check_outside_model(settings, found.source)
         for warning in found.warnings:
             sys.stderr.write(f"warning: {warning}\n")
-        prompt = read_prompt(found, settings)
+        saved = _saved(found, settings)
+        if saved is not None:
+            stack.enter_context(saved)
+        prompt = read_prompt(found, settings, saved)
         capacity = checked_capacity(len(prompt.ids), settings, found.config.max_positions)
         stop_ids = frozenset() if settings.ignore_eos else frozenset(found.eos_ids())
         tracer = stack.enter_context(_tracer(settings))
         logits = stack.enter_context(LogitsFile(settings.logits)) if settings.logits else None
         routes = stack.enter_context(_routes(found, settings))
-        report = Report(prompt_tokens=len(prompt.ids))
+        resumed = 0 if saved is None else saved.taken
+        report = Report(resumed_tokens=resumed, prompt_tokens=len(prompt.ids) - resumed)
         session, experts = _open_session(found, settings, capacity, tracer, routes, report)
         stack.callback(experts.close)
-        output: Output = JsonOutput(prompt.tokenizer) if settings.as_json else TextOutput(prompt.tokenizer)
+        if saved is not None:
+            began_s = time.monotonic()
+            session.restore(saved)
+            report.load_s += time.monotonic() - began_s
+        before = prompt.ids[-_CHARACTER_TOKENS:] if prompt.resumed else ()
+        output: Output = (JsonOutput if settings.as_json else TextOutput)(prompt.tokenizer, before)
         generated = Generated()
-        with _reported(output, generated):
-            _generate(session, prompt, settings, stop_ids, logits, output, report, generated)
+        keeper = Keeper(
+            settings.state, prompt.form, saved, session, lambda: (*prompt.ids, *generated.ids)
+        )  # fmt: skip
+        with _reported(output, generated), keeper:
+            _generate(session, prompt, settings, stop_ids, logits, output, report, generated, keeper)
+            keeper.save()
             _finish_report(report, experts)
             output.finish(generated.ids, generated.stop, report, settings.sampler)
         dense_retries = 0 if found.loading is None else found.loading.retries
@@ -101,8 +126,34 @@ def _reported(output: Output, generated: Generated) -> Iterator[None]:
         raise _output_failed(error, len(generated.ids)) from error
 
 
-def read_prompt(found: FoundModel, settings: RunSettings) -> Prompt:
-    """The prompt as checked ids. SettingsError for ids outside the vocabulary and for a prompt of nothing."""
+def _saved(found: FoundModel, settings: RunSettings) -> SavedState | None:
+    """The state that the run goes on from, open and checked, if there is one."""
+    if settings.state is None:
+        return None
+    options = model_options(settings.model)
+    return open_saved(settings.state, Binding.of(found.source.identity, found.config, options), found.config)
+
+
+def read_prompt(found: FoundModel, settings: RunSettings, saved: SavedState | None) -> Prompt:
+    """The prompt as checked ids, all of the timeline: what a saved state has taken in is the beginning of it.
+
+    SettingsError for ids outside the vocabulary and for a prompt of nothing, ResumeError when it does not go on
+    from the saved state.
+    """
+    if settings.ids is None and settings.text is None:
+        if saved is None:
+            raise SettingsError(
+                "--state: there is no such file yet, and no prompt to begin with", path=settings.state,
+                advice="Give a prompt",
+            )  # fmt: skip
+        return Prompt(saved.tokens, found.tokenizer() if saved.prompt == "text" else None, resumed=True)
+    prompt = _given_prompt(found, settings)
+    if saved is not None:
+        check_continues(saved, prompt.ids)
+    return prompt
+
+
+def _given_prompt(found: FoundModel, settings: RunSettings) -> Prompt:
     if settings.ids is not None:
         try:
             check_ids(settings.ids, found.config.vocab)
@@ -172,14 +223,22 @@ def _generate(
     output: Output,
     report: Report,
     generated: Generated,
+    keeper: Keeper,
 ) -> None:
     """Prefill and decode. With a logits file also the last token is taken in, for its row."""
-    sampler = Sampler(settings.sampler)
+    sampler = Sampler(settings.sampler, len(prompt.ids))
+    rest = prompt.ids[session.position :]
     began_s = time.monotonic()
     try:
-        row = session.prefill(prompt.ids, None if logits_file is None else logits_file.append)
+        for start in range(0, len(rest), settings.chunk):
+            piece = rest[start : start + settings.chunk]
+            session.prefill(piece, None if logits_file is None else logits_file.append)
+            keeper.interrupts.check()
     finally:
         report.prefill_s = time.monotonic() - began_s
+    row = session.logits
+    assert row is not None
+    keeper.save()  # a prompt can have taken hours
     began_s = time.monotonic()
     try:
         while len(generated.ids) < settings.generate:
@@ -198,6 +257,7 @@ def _generate(
                 logits_file.append(row[None])
             if last:
                 return
+            keeper.interrupts.check()
     finally:
         report.decode_s = time.monotonic() - began_s
 

@@ -1,9 +1,10 @@
 """Logits to the next token: greedy, or drawn by temperature and top-p from a seeded generator.
 
 The same logits, settings and seed give the same tokens: the arithmetic is float64 and the generator PCG64; only
-a draw within a rounding error of a boundary could differ between machines. A logit that is not finite is an
-error: it can only come from damaged weights or from a fault, and a token chosen from it would hide that. One
-instance per timeline, one thread.
+a draw within a rounding error of a boundary could differ between machines. The number that a token is drawn with
+follows from the seed and the token's position in the timeline, so a generation in pieces draws what one in one
+go does. A logit that is not finite is an error: it can only come from damaged weights or from a fault, and a
+token chosen from it would hide that. One instance per timeline, one thread.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ class SamplerOptions:
 
 
 class Sampler:
-    """Chooses tokens and owns the random stream."""
+    """Chooses tokens, one after the other, and owns the random stream."""
 
-    def __init__(self, options: SamplerOptions) -> None:
+    def __init__(self, options: SamplerOptions, position: int = 0) -> None:
+        """`position` is that of the first token to be chosen."""
         self.options = options
-        self._random = np.random.Generator(np.random.PCG64(options.seed))
+        bits = np.random.PCG64(options.seed)
+        bits.advance(position)  # one number per token
+        self._random = np.random.Generator(bits)
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token for logits [vocab]. Ties go to the lowest id. DamageError if one is not finite."""

@@ -46,7 +46,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What to do with the model. Exactly one of `ids` and `text` is given."""
+    """What to do with the model. At most one of `ids` and `text` is given; none only with `state`."""
 
     model: ModelSettings
     ids: tuple[int, ...] | None
@@ -60,3 +60,4 @@ class RunSettings:
     trace: Path | None
     route_trace: Path | None
     as_json: bool
+    state: Path | None = None  # loaded from if it is there, saved to

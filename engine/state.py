@@ -4,10 +4,14 @@ A KDA layer keeps one matrix per head and the last inputs of its three convoluti
 layer keeps, for every token so far, the normalised latent and the shared "rope" columns, both float32;
 rows for `capacity` tokens are reserved at once, so a timeline never grows and never moves. Owned by one
 session and written by one thread.
+
+A state file (docs/state_file.md) sees none of this layout: it asks `state_parts` what there is, and moves rows
+with `rows` and `put_rows`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +20,19 @@ import numpy.typing as npt
 from k3.engine.config import ModelConfig
 
 Array = npt.NDArray[np.float32]
+
+LATENT_DTYPE = "F32"
+"""What the latent cache holds, as safetensors calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One array of a layer's state as a state file has it: rows along the first axis."""
+
+    layer: int
+    name: str  # "memory" and "windows" of KDA, "rows" of MLA
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -32,6 +49,14 @@ class KdaState:
             np.zeros((kda.heads, kda.head_dim, kda.head_dim), np.float32),
             np.zeros((3, kda.conv_taps - 1, kda.width), np.float32),
         )
+
+    def rows(self, part: str, start: int, stop: int) -> Array:
+        """Rows [start, stop) of `memory` or `windows`."""
+        return (self.memory if part == "memory" else self.windows)[start:stop]
+
+    def put_rows(self, part: str, start: int, rows: Array) -> None:
+        """Set rows from `start` on."""
+        (self.memory if part == "memory" else self.windows)[start : start + len(rows)] = rows
 
     @staticmethod
     def nbytes(config: ModelConfig) -> int:
@@ -50,6 +75,17 @@ class MlaState:
     def create(cls, config: ModelConfig, capacity: int) -> MlaState:
         mla = config.mla
         return cls(np.zeros((capacity, mla.latent), np.float32), np.zeros((capacity, mla.rope), np.float32))
+
+    def rows(self, part: str, start: int, stop: int) -> Array:
+        """Of tokens [start, stop) the latent, then the rope columns, [tokens, latent + rope]. A copy."""
+        assert part == "rows"
+        return np.concatenate((self.latent[start:stop], self.rope[start:stop]), axis=1)
+
+    def put_rows(self, part: str, start: int, rows: Array) -> None:
+        """Set what `rows` gives, from token `start` on."""
+        assert part == "rows"
+        stop, latent = start + len(rows), self.latent.shape[1]
+        self.latent[start:stop], self.rope[start:stop] = rows[:, :latent], rows[:, latent:]
 
     @staticmethod
     def nbytes(config: ModelConfig, capacity: int) -> int:
@@ -74,3 +110,14 @@ def state_bytes(config: ModelConfig, capacity: int) -> int:
         KdaState.nbytes(config) if layer in config.kda_layers else MlaState.nbytes(config, capacity)
         for layer in config.layers
     )
+
+
+def state_parts(config: ModelConfig, tokens: int) -> Iterator[Part]:
+    """Every array of a state after `tokens` tokens, layers ascending."""
+    kda, mla = config.kda, config.mla
+    for layer in config.layers:
+        if layer in config.kda_layers:
+            yield Part(layer, "memory", "F32", (kda.heads, kda.head_dim, kda.head_dim))
+            yield Part(layer, "windows", "F32", (3, kda.conv_taps - 1, kda.width))
+        else:
+            yield Part(layer, "rows", LATENT_DTYPE, (tokens, mla.latent + mla.rope))

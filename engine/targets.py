@@ -1,6 +1,6 @@
 """Where a run writes besides stdout, and that it damages no model and no other file of its own.
 
-The files that --logits, --trace and --route-trace name are compared by what they are, not by how they are
+The files that --logits, --trace, --route-trace and --state name are compared by what they are, not by how they are
 spelled: links, relative paths and second mounts lead to the same directory. Looks at directories, writes
 nothing; main thread.
 """
@@ -63,7 +63,10 @@ def check_outside_model(settings: RunSettings, source: Container | Snapshot | Da
 
 
 def _targets(settings: RunSettings) -> list[tuple[str, Path]]:
-    named = (("--logits", settings.logits), ("--trace", settings.trace), ("--route-trace", settings.route_trace))
+    named = (
+        ("--logits", settings.logits), ("--trace", settings.trace), ("--route-trace", settings.route_trace),
+        ("--state", settings.state),
+    )  # fmt: skip
     return [(option, path) for option, path in named if path is not None]
 
 

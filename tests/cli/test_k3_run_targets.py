@@ -21,6 +21,7 @@ from k3.repack.run import Watcher, repack
 
 TINY = str(VECTORS / "tiny_s1")
 OPTIONS = ["--logits", "--trace", "--route-trace"]
+WITH_STATE = [*OPTIONS, "--state"]  # which is read too, and has tests of its own
 SHARD = "model-00003-of-000008.safetensors"
 
 
@@ -52,7 +53,7 @@ def refused(result: Result, *said: str) -> None:
 
 
 @pytest.mark.usefixtures("never_loaded")
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", WITH_STATE)
 @pytest.mark.parametrize("name", [SHARD, "config.json", "new", "../link", "../linked/new", "../dangling"])
 def test_a_snapshot_is_never_written_into(option: str, name: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(model / SHARD)
@@ -118,7 +119,7 @@ def test_a_container_behind_a_daemon_is_the_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("never_loaded")
-@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 2), (0, 3), (3, 2)])
 @pytest.mark.parametrize("spelling", ["file", "link", "a/../file", "hard"])
 def test_two_options_on_one_file(one: int, other: int, spelling: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
@@ -126,8 +127,8 @@ def test_two_options_on_one_file(one: int, other: int, spelling: str, tmp_path: 
         (tmp_path / "file").touch()
         (tmp_path / "hard").hardlink_to(tmp_path / "file")
     (tmp_path / "link").symlink_to("file")
-    arguments = [OPTIONS[one], str(tmp_path / "file"), OPTIONS[other], str(tmp_path / spelling)]
-    refused(k3_run("--snapshot", TINY, *arguments), OPTIONS[one], OPTIONS[other], "same file")
+    arguments = [WITH_STATE[one], str(tmp_path / "file"), WITH_STATE[other], str(tmp_path / spelling)]
+    refused(k3_run("--snapshot", TINY, *arguments), WITH_STATE[one], WITH_STATE[other], "same file")
 
 
 @pytest.mark.parametrize("option", OPTIONS)
