@@ -6,6 +6,7 @@ Everything heavy is imported inside the command, so that --help and wrong usage 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,29 @@ _EXIT_CODES = (
 )  # fmt: skip
 
 
+class _RunOrBench(click.Command):
+    """`k3-run`, whose first word may be `bench`: then everything after it is `k3-run bench`'s."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """See click.Command."""
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == ["bench"]:
+            from k3.engine.bench_cli import bench
+
+            name = prog_name or Path(sys.argv[0]).name
+            return bench.main(words[1:], f"{name} bench", complete_var, standalone_mode, **extra)
+        return super().main(words, prog_name, complete_var, standalone_mode, **extra)
+
+
 @click.command(
+    cls=_RunOrBench,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110},
     epilog=console.exit_code_help(_EXIT_CODES),
 )
@@ -101,6 +124,9 @@ def main(**options: Any) -> None:
 
     The prompt is TEXT, --prompt, --prompt-file or --ids. Text is taken as it is: no chat markup, no special
     tokens. The continuation goes to stdout as it comes, warnings and timing go to stderr.
+
+    `k3-run bench` measures instead; see `k3-run bench --help`. (A prompt that is the one word bench goes through
+    --prompt.)
     """
     settings = _settings(options)
 

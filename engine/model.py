@@ -190,6 +190,12 @@ class Model:
         """Bytes of dense weights that are in use so far."""
         return self._weights.resident_bytes
 
+    @property
+    def embedding_bytes(self) -> int:
+        """Of `resident_bytes`, the embeddings: the one matrix of which a token reads a row and no more."""
+        scales = self._embeddings.scales
+        return self._embeddings.data.nbytes + (0 if scales is None else scales.nbytes)
+
     def forward(self, ids: Sequence[int], state: State, *, every_logit: bool = False) -> Array:
         """Take in the tokens `ids` [S], which follow on `state`, and advance it.
 

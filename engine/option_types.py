@@ -66,6 +66,27 @@ class Layers(click.ParamType[str]):
         return str(value)
 
 
+class Counts(click.ParamType["tuple[int, ...]"]):
+    """A list of numbers of at least `least`: 32,128."""
+
+    name = "n,n,..."
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        if not _IDS.match(value):
+            self.fail(f"{short(value)} is not a list of whole numbers such as 32,128", param, ctx)
+        counts = tuple(int(item) for item in value.split(",") if len(item.strip()) <= _MAX_DIGITS)
+        if len(counts) < value.count(",") + 1:
+            self.fail("a number in the list is too large", param, ctx)
+        if min(counts) < self._least:
+            self.fail(f"{min(counts)} is not at least {self._least}", param, ctx)
+        return counts
+
+
 def short(value: Any) -> str:
     """A user's word for an error message, cut if it is very long."""
     text = repr(value)

@@ -1,0 +1,47 @@
+"""Holds up that the ceilings are measured on what they claim; how high they are is no test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import snapshot
+
+from k3.container.errors import DriveError
+from k3.engine import ceilings
+from k3.engine.ceilings import drive_rate, memory_rate
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "MEMORY_BYTES", 1 << 20)
+    assert memory_rate(threads, seconds=0) > 0
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_drives(depth: int) -> None:
+    source = snapshot()
+    rate = drive_rate(source, source.expert_layers(), seconds=0.02, depth=depth)
+    assert rate is not None
+    assert rate.bytes_per_s > 0
+
+
+def test_no_experts_no_rate() -> None:
+    assert drive_rate(snapshot(), [], seconds=0.02) is None
+
+
+def test_a_failing_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: object) -> object:
+        raise DriveError("cannot open for reading", path=path)
+
+    monkeypatch.setattr(ceilings, "ReadFile", refuse)
+    with pytest.raises(DriveError):
+        drive_rate(snapshot(), [1], seconds=0.02)
+
+
+def test_reads_through_the_page_cache_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ceilings.ReadFile
+    monkeypatch.setattr(ceilings, "ReadFile", lambda path: original(path, direct=False))
+    rate = drive_rate(snapshot(), [1], seconds=0.02)
+    assert rate is not None
+    assert not rate.direct
