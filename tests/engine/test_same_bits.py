@@ -1,4 +1,4 @@
-"""Holds up that chunks, threads, caches and the order of arrival never change a bit of the output."""
+"""Holds up that chunks, threads, instruction sets, caches and order of arrival never change a bit of output."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ IDS = golden("tiny_s1")["input_ids"]
 
 
 @pytest.fixture(autouse=True)
-def _threads_restored() -> Iterator[None]:
-    before = kernels.get_threads()
+def _machine_restored() -> Iterator[None]:
+    threads, variant = kernels.get_threads(), kernels.cpu_variant()
     yield
-    kernels.set_threads(before)
+    kernels.set_threads(threads)
+    kernels.set_variant(variant)
 
 
 KINDS = [(16, True), (8, True), (8, False), (4, False)]
@@ -55,6 +56,16 @@ def test_chunks(model: Model, whole: Array, chunk: int) -> None:
 def test_threads(model: Model, whole: Array, threads: int, chunk: int) -> None:
     kernels.set_threads(threads)
     assert all_logits(model, IDS, chunk).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("variant", kernels.cpu_variants())
+@pytest.mark.parametrize("chunk", [1, 5, 24])
+def test_instruction_sets(model: Model, whole: Array, variant: str, chunk: int) -> None:
+    """With 1, 2 and 3 threads each. `whole` was computed with the best of this machine."""
+    kernels.set_variant(variant)
+    for threads in (1, 2, 3):
+        kernels.set_threads(threads)
+        assert all_logits(model, IDS, chunk).tobytes() == whole.tobytes(), threads
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 200_000, 1 << 24])
