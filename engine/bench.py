@@ -28,7 +28,8 @@ from k3.container.snapshot import Snapshot
 from k3.engine.bench_table import Format, Machine, ReadsFrom, Result, Sample, Table, Workload, open_table
 from k3.engine.ceilings import drive_rate, memory_rate
 from k3.engine.model import Model
-from k3.engine.opening import FoundModel, dense_bytes, find_model, load_model
+from k3.engine.opening import FoundModel, find_model, load_model
+from k3.engine.plan import dense_bytes
 from k3.engine.run import read_warnings
 from k3.engine.session import Session
 from k3.engine.settings import ModelSettings, SettingsError
@@ -109,11 +110,17 @@ def _load(found: FoundModel, settings: BenchSettings, tests: list[Workload]) -> 
     total_bytes = sum(dense_bytes(found.source, name) for name in found.names)
     progress = Progress("loading", total_bytes)
     try:
-        return load_model(
+        model, experts = load_model(
             found, settings.model, capacity=max(test.depth + test.tokens for test in tests),
             chunk=max(settings.chunks), every_logit=False, tracer=Tracer(), routes=None,
             on_read=lambda name: progress.advance(dense_bytes(found.source, name)),
         )  # fmt: skip
+        try:
+            Session(model, 1, 1).step(0)  # weights land behind the first pass; what is measured begins after them
+        except BaseException:
+            experts.close()
+            raise
+        return model, experts
     finally:
         progress.close()
 

@@ -193,8 +193,7 @@ class Model:
     @property
     def embedding_bytes(self) -> int:
         """Of `resident_bytes`, the embeddings: the one matrix of which a token reads a row and no more."""
-        scales = self._embeddings.scales
-        return self._embeddings.data.nbytes + (0 if scales is None else scales.nbytes)
+        return self._embeddings.nbytes
 
     def forward(self, ids: Sequence[int], state: State, *, every_logit: bool = False) -> Array:
         """Take in the tokens `ids` [S], which follow on `state`, and advance it.
