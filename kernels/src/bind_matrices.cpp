@@ -1,7 +1,12 @@
 // Bindings of quantize.h and matmul.h. All outputs are given by the caller.
+#include <algorithm>
+#include <atomic>
+
 #include "bind.h"
 #include "matmul.h"
 #include "quantize.h"
+#include "threads.h"
+#include "variant.h"
 
 namespace k3 {
 
@@ -77,10 +82,7 @@ nb::object bind_matmul(const In<float>& x, const std::string& encoding, const An
             matmul_exact(x.data(), rows, w, y.data());
             return NonFinite{};
         }
-        QuantizedRows activations;
-        const NonFinite place = activations.fill(x.data(), rows, columns, kActivationGroup);
-        if (!place.found) matmul_int8(activations.view(), w, y.data());
-        return place;
+        return matmul_int8(x.data(), rows, w, y.data());
     }));
 }
 
@@ -88,6 +90,34 @@ int64_t bind_first_difference(const In<uint8_t>& a, const In<uint8_t>& b) {
     require(a, "a", {-1});
     require(b, "b", {static_cast<int64_t>(a.shape(0))});
     return unlocked([&] { return first_difference(a.data(), b.data(), static_cast<int64_t>(a.shape(0))); });
+}
+
+// int8 multiplications done by all threads together in `rounds` turns of a loop each.
+int64_t bind_probe_dots(int64_t rounds) {
+    return unlocked([&] {
+        std::atomic<int64_t> done{0};
+        parallel_for(get_threads(), 1, [&](int64_t begin, int64_t end) {
+            int32_t unused;
+            for (; begin < end; ++begin) done += kernels().probe_dots(rounds, &unused);
+        });
+        return done.load();
+    });
+}
+
+// Reads every byte of `data`, each thread a part of its own.
+int64_t bind_probe_read(const In<uint8_t>& data) {
+    require(data, "data", {-1});
+    const int64_t bytes = static_cast<int64_t>(data.shape(0)), piece = ceil_div(bytes, get_threads());
+    return unlocked([&] {
+        std::atomic<int64_t> seen{0};
+        parallel_for(get_threads(), 1, [&](int64_t begin, int64_t end) {
+            for (; begin < end; ++begin) {
+                const int64_t at = std::min(bytes, begin * piece);
+                seen += kernels().probe_read(data.data() + at, std::min(piece, bytes - at));
+            }
+        });
+        return seen.load();
+    });
 }
 
 }  // namespace
@@ -139,6 +169,8 @@ void bind_matrices(nb::module_& m) {
           nb::arg("out").noconvert());
     m.def("matmul", &bind_matmul, nb::arg("x").noconvert(), nb::arg("encoding"), nb::arg("data").noconvert(),
           nb::arg("scales").none(), nb::arg("y").noconvert(), nb::arg("exact"));
+    m.def("probe_dots", &bind_probe_dots, nb::arg("rounds"));
+    m.def("probe_read", &bind_probe_read, nb::arg("data").noconvert());
     m.def("first_difference", &bind_first_difference, nb::arg("a").noconvert(), nb::arg("b").noconvert());
 }
 

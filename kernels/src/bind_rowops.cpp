@@ -116,20 +116,18 @@ nb::object bind_expert_forward(const In<float>& z, const In<uint8_t>& payload, c
     require(z, "z", {-1, expert.w1.columns});
     const int64_t rows = extent(z, 0);
     require(y, "y", {rows, expert.w2.rows});
-    const std::array<std::pair<const char*, const Matrix*>, 3> parts = {
-        {{"w1", &expert.w1}, {"w2", &expert.w2}, {"w3", &expert.w3}}};
-    for (const auto& part : parts) {
-        const int64_t groups = part.second->columns / kMxGroup;
-        const int64_t at =
-            unlocked([&] { return find_reserved(part.second->exponents, part.second->rows * groups); });
-        if (at >= 0) return nb::make_tuple(part.first, at / groups, at % groups);
-    }
     const ExpertRefusal refusal =
         unlocked([&] { return expert_forward(z.data(), rows, expert, exact, y.data()); });
-    if (!refusal.place.found) return nb::none();
     const NonFinite& place = refusal.place;
-    return nb::make_tuple(refusal.stage == Stage::INPUT ? "input" : "hidden", place.row, place.column,
-                          place.value);
+    switch (refusal.what) {
+        case Refused::NOTHING: break;
+        case Refused::INPUT: return nb::make_tuple("input", place.row, place.column, place.value);
+        case Refused::HIDDEN: return nb::make_tuple("hidden", place.row, place.column, place.value);
+        case Refused::W1: return nb::make_tuple("w1", place.row, place.column);
+        case Refused::W2: return nb::make_tuple("w2", place.row, place.column);
+        case Refused::W3: return nb::make_tuple("w3", place.row, place.column);
+    }
+    return nb::none();
 }
 
 }  // namespace

@@ -8,26 +8,38 @@
 
 #include "matrix.h"
 #include "quantize.h"
+#include "variant.h"
 
 namespace k3 {
 
 // y float [rows, w.rows] from x float [rows, w.columns]: float32 throughout.
 void matmul_exact(const float* x, int64_t rows, const Matrix& w, float* y);
 
-// Activations as int8 with one scale per row and group, see matrix.h. Owns the memory.
+// Activations as int8 with one scale per row and group, see matrix.h. Owns the memory, which later calls use
+// again.
 class QuantizedRows {
 public:
-    // Fails (returns the place) when a value is not finite.
-    NonFinite fill(const float* x, int64_t rows, int64_t columns, int64_t group);
-    Activations view() const;
+    // Makes room for [rows, columns] that will meet weights of `encoding`.
+    void shape(Encoding encoding, int64_t rows, int64_t columns);
+
+    // shape(), and all of x float [rows, columns] for products by `variant`. The place of the first value
+    // that is not finite.
+    NonFinite fill(const Kernels& variant, Encoding encoding, const float* x, int64_t rows, int64_t columns);
+
+    const Activations& view() const { return view_; }
 
 private:
-    int64_t rows_ = 0, groups_ = 0, group_ = 0;
+    Activations view_{};
     std::vector<int8_t> q_;
     std::vector<float> scales_;
+    std::vector<int32_t> starts_;
 };
 
-// INT8, INT4 and MXFP4 weights; x.group must be the encoding's.
-void matmul_int8(const Activations& x, const Matrix& w, float* y);
+// y float [rows, w.rows] from x float [rows, w.columns] rounded to int8, W in INT8 or INT4. The place of a
+// value of x that is not finite; y is then undefined.
+NonFinite matmul_int8(const float* x, int64_t rows, const Matrix& w, float* y);
+
+// Weight rows per piece: whole tiles, of about 128k multiplications or more.
+int64_t row_grain(int64_t rows, int64_t columns);
 
 }  // namespace k3

@@ -10,8 +10,9 @@ enum class Encoding : int { BF16, F32, INT8, INT4, MXFP4 };
 constexpr int64_t kInt4Group = 64;        // columns that share a scale in INT4
 constexpr int64_t kMxGroup = 32;          // columns that share a scale byte in MXFP4
 constexpr int64_t kActivationGroup = 64;  // columns that share an activation scale (INT8 and INT4 weights)
-constexpr int64_t kRowTile = 4;           // weight rows that are multiplied together
-constexpr int64_t kRowBlock = 16;  // weight rows that are decoded together for several rows of activations
+constexpr int64_t kRowTile = 4;           // weight rows that are multiplied together in float32
+constexpr int64_t kRowBlock =
+    16;  // weight rows that are multiplied together as integers, and decoded together
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -38,14 +39,20 @@ struct Rows {
     const void* data;
 };
 
-// Activations quantized to int8: per row, `groups` groups of `group` columns, the last one padded with zeros.
-//   q int8 [rows, groups * group], scales float [rows, groups]
+// Activations quantized to int8 for weights of one encoding (INT8, INT4 or MXFP4): `groups` groups of `group`
+// columns, the last one padded with zeros, all rows of a group together.
+//   q int8 [groups, rows, group]: columns in order for INT8; otherwise of each eight the even ones first, as
+//   nibbles lie in bytes
+//   scales float [groups, rows]; starts int32 [groups, rows]: what the integer sum of the group begins with
+// Bias and therefore starts are the variant's own: the same variant quantizes and multiplies.
 struct Activations {
+    Encoding encoding;
     int64_t rows;
     int64_t groups;
     int64_t group;
-    const int8_t* q;
-    const float* scales;
+    int8_t* q;
+    float* scales;
+    int32_t* starts;
 };
 
 }  // namespace k3

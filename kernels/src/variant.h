@@ -34,9 +34,13 @@ struct Kernels {
     void (*matmul)(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
                    float* scratch);
 
-    // int8 activations, see activations.h. False when a value of the row is not finite.
-    bool (*quantize_row)(const float* x, int64_t columns, int64_t group, int8_t* q, float* scales);
-    void (*matmul_int8)(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y);
+    // int8 activations, see matrix.h. quantize_groups: x, `columns` numbers of one row, become the groups of
+    // `out` from first_group on; false when one is not finite. matmul_int8: y[s * stride + r - begin] = x[s]
+    // . w[r]; false when a scale byte of these rows of W stands for no number.
+    bool (*quantize_groups)(const float* x, int64_t columns, int64_t row, int64_t first_group,
+                            const Activations& out);
+    bool (*matmul_int8)(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y,
+                        int64_t stride);
 
     // Rows and single numbers. rms_norm: w * (x / sqrt(mean(x^2) + eps)); l2_normalize: x / sqrt(sum(x^2) +
     // eps).
@@ -64,6 +68,11 @@ struct Kernels {
     float (*scores_top)(const float* latent, const float* rope, int64_t count, float scale, float* scores);
     // scores = exp(scores - top); returns their sum.
     float (*exp_shifted)(float* scores, int64_t count, float top);
+
+    // Ceilings for benchmarks. probe_dots: int8 multiplications done, on registers alone; `result` is of no
+    // use but keeps the compiler honest. probe_read: the same for reading `bytes` bytes.
+    int64_t (*probe_dots)(int64_t rounds, int32_t* result);
+    int32_t (*probe_read)(const uint8_t* p, int64_t bytes);
 };
 
 // The table in use. Chosen on first use: the fastest variant that the CPU can run.

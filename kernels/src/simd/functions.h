@@ -12,8 +12,10 @@ bool quantize_int4(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float*
 void decode(const Matrix& w, int64_t begin, int64_t end, float* out);
 void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
             float* scratch);
-bool quantize_row(const float* x, int64_t columns, int64_t group, int8_t* q, float* scales);
-void matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y);
+bool quantize_groups(const float* x, int64_t columns, int64_t row, int64_t first_group,
+                     const Activations& out);
+void finish_groups(int64_t row, int64_t first_group, int64_t count, const Activations& x);
+bool matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y, int64_t stride);
 void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps,
               float* y);
 void l2_normalize(const float* x, int64_t begin, int64_t end, int64_t columns, float eps, float* y);
@@ -30,6 +32,8 @@ void weighted_sum(const float* p, int64_t rows, int64_t p_stride, const Matrix& 
                   float* out, int64_t out_stride);
 float scores_top(const float* latent, const float* rope, int64_t count, float scale, float* scores);
 float exp_shifted(float* scores, int64_t count, float top);
+int64_t probe_dots(int64_t rounds, int32_t* result);
+int32_t probe_read(const uint8_t* p, int64_t bytes);
 
 }  // namespace K3_VARIANT
 }  // namespace k3

@@ -37,6 +37,7 @@ K3_PAIR_OPERATOR(*)
 K3_PAIR_OPERATOR(/)
 K3_PAIR_OPERATOR(&)
 K3_PAIR_OPERATOR(|)
+K3_PAIR_OPERATOR(^)
 #undef K3_PAIR_OPERATOR
 
 typedef float f32x4 __attribute__((vector_size(16)));

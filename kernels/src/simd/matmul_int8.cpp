@@ -6,199 +6,266 @@
 //     MXFP4: factor_g = a_g * 2^(s[r, g] - 128), q_w being the doubled E2M1 value
 //
 // float(d_g) is exact: at most 128 * 127 * 64 < 2^24. Integers may be summed in any order, so each
-// instruction set has its own dot product here and the result is still the same.
-#include "decode.h"
+// instruction set has its own dot product (tile.h) and the result is still the same.
+//
+// Weights are met in tiles: sixteen rows by one group of columns, brought into registers once for all rows of
+// x. While one tile row is computed the next is fetched in the order in which it lies in memory, so that the
+// memory sees one long stream, however many rows are read side by side.
 #include "functions.h"
+#include "tile.h"
 
 namespace k3 {
 namespace K3_VARIANT {
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kXTile = 4;  // rows of x that share the loads of a weight; 32 registers hold more than 16 do
-#else
-constexpr int kXTile = 2;
-#endif
+constexpr int64_t kXBlock = 64;  // rows of x whose sums are kept at a time
+constexpr int64_t kLine = 64;    // bytes that memory hands out at once
 
-#if defined(__AVX2__)
-typedef __m256i Dot;  // 32 weights, or eight partial sums
-
-K3_INLINE Dot nothing() { return _mm256_setzero_si256(); }
-K3_INLINE Dot bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-
-// Sixteen bytes of nibbles through a table, in column order.
-K3_INLINE Dot nibbles(const uint8_t* p, const int8_t* table) {
-    const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
-    const __m256i n = _mm256_and_si256(_mm256_or_si256(b, _mm256_slli_epi16(b, 4)), _mm256_set1_epi8(15));
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table)), n);
+K3_INLINE void fetch(const void* base, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kLine) __builtin_prefetch((const char*)base + at, 0, 2);
 }
 
-// sums + w . x in groups of four bytes; |w| <= 128, |x| <= 127, so pairs of products stay below 2^15.
-K3_INLINE Dot accumulate(Dot sums, Dot w, Dot x) {
-    const __m256i size = _mm256_abs_epi8(w), turned = _mm256_sign_epi8(x, w);
-#if defined(__AVX512VNNI__)
-    return _mm256_dpbusd_epi32(sums, size, turned);
-#else
-    return _mm256_add_epi32(sums,
-                            _mm256_madd_epi16(_mm256_maddubs_epi16(size, turned), _mm256_set1_epi16(1)));
-#endif
-}
-
-K3_INLINE void totals(const Dot* d, f32x4& out) {
-    const __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(d[0], d[1]), _mm256_hadd_epi32(d[2], d[3]));
-    out = (f32x4)_mm_cvtepi32_ps(
-        _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
-}
-#else
-struct Dot {
-    int32_t part[32];
-};
-
-K3_INLINE Dot nothing() { return Dot{}; }
-K3_INLINE Dot bytes(const void* p) {
-    Dot d;
-    for (int i = 0; i < 32; ++i) d.part[i] = ((const int8_t*)p)[i];
-    return d;
-}
-K3_INLINE Dot nibbles(const uint8_t* p, const int8_t* table) {
-    Dot d;
-    for (int i = 0; i < 16; ++i) {
-        d.part[2 * i] = table[p[i] & 15];
-        d.part[2 * i + 1] = table[p[i] >> 4];
-    }
-    return d;
-}
-K3_INLINE Dot accumulate(Dot sums, const Dot& w, const Dot& x) {
-    for (int i = 0; i < 32; ++i) sums.part[i] += w.part[i] * x.part[i];
-    return sums;
-}
-K3_INLINE void totals(const Dot* d, f32x4& out) {
-    for (int r = 0; r < 4; ++r) {
-        int32_t total = 0;
-        for (int i = 0; i < 32; ++i) total += d[r].part[i];
-        out[r] = (float)total;
-    }
-}
-#endif
-
-// One row's weights of group g as one or two blocks of 32 columns, and its factor.
-struct RowsInt8 {
-    static constexpr int kBlocks = 2;
-    const int8_t* row;
-    float scale;
-    void open(const Matrix& w, int64_t r) {
-        row = (const int8_t*)w.data + r * w.columns;
-        scale = w.scales[r];
-    }
-    K3_INLINE_MEMBER void whole(int64_t g, Dot* out) const {
-        out[0] = bytes(row + g * 64);
-        out[1] = bytes(row + g * 64 + 32);
-    }
-    void rest(int64_t g, int64_t columns, Dot* out) const {
-        int8_t part[64] = {};
-        memcpy(part, row + g * 64, columns - g * 64);
-        out[0] = bytes(part);
-        out[1] = bytes(part + 32);
-    }
-    K3_INLINE_MEMBER float factor(int64_t) const { return 1.0f; }  // a_g * 1 is a_g
-    K3_INLINE_MEMBER float finish(float y) const { return y * scale; }
-};
-
-struct RowsInt4 {
-    static constexpr int kBlocks = 2;
-    const uint8_t* row;
+// Sixteen rows of W, the last of which may not exist. open() once, then group() and factor() for g = 0, 1,
+// ...; fetch_next(g) asks for as many bytes of the sixteen rows after them as group g has.
+struct TileInt8 {
+    static constexpr int kWords = 16;  // vectors of a group
+    static constexpr bool kBiased = kBiasedBytes;
+    const uint8_t* data;
     const float* scales;
-    void open(const Matrix& w, int64_t r) {
-        row = (const uint8_t*)w.data + r * ceil_div(w.columns, 2);
-        scales = w.scales + r * ceil_div(w.columns, kInt4Group);
-    }
-    K3_INLINE_MEMBER void whole(int64_t g, Dot* out) const {
-        out[0] = nibbles(row + g * 32, kInt4Table);
-        out[1] = nibbles(row + g * 32 + 16, kInt4Table);
-    }
-    void rest(int64_t g, int64_t columns, Dot* out) const {
-        uint8_t part[32] = {};  // columns past the end meet activations that are zero
-        memcpy(part, row + g * 32, (columns - g * 64 + 1) / 2);
-        out[0] = nibbles(part, kInt4Table);
-        out[1] = nibbles(part + 16, kInt4Table);
-    }
-    K3_INLINE_MEMBER float factor(int64_t g) const { return scales[g]; }
-    K3_INLINE_MEMBER float finish(float y) const { return y; }
-};
+    int64_t columns, count;
 
-struct RowsMx {
-    static constexpr int kBlocks = 1;
-    const uint8_t* row;
-    const uint8_t* exponents;
-    void open(const Matrix& w, int64_t r) {
-        row = (const uint8_t*)w.data + r * (w.columns / 2);
-        exponents = w.exponents + r * (w.columns / kMxGroup);
+    void open(const Matrix& w, int64_t r, int64_t rows) {
+        columns = w.columns;
+        count = rows;
+        data = (const uint8_t*)w.data + r * columns;
+        scales = w.scales + r;
     }
-    K3_INLINE_MEMBER void whole(int64_t g, Dot* out) const {
-        out[0] = nibbles(row + g * 16, kMxDoubledTable);
+    K3_INLINE_MEMBER void fetch_next(int64_t g) const {
+        fetch(data + kRowBlock * columns, g * 64 * kRowBlock, (g + 1) * 64 * kRowBlock);
     }
-    void rest(int64_t, int64_t, Dot* out) const { out[0] = nothing(); }  // columns are a multiple of 32
-    K3_INLINE_MEMBER float factor(int64_t g) const { return half_factor(exponents[g]); }
-    K3_INLINE_MEMBER float finish(float y) const { return y; }
-};
-
-// Four rows of W and ST rows of x; `count` of the four rows are written.
-template <int ST, class W>
-K3_INLINE void tile(const W* w, const Activations& x, int64_t s0, int64_t columns, float* y, int64_t stride,
-                    int count) {
-    constexpr int kBlocks = W::kBlocks;
-    constexpr int64_t kWidth = 32 * kBlocks;
-    f32x4 total[ST] = {};
-    for (int64_t g = 0; g < x.groups; ++g) {
-        Dot weight[kRowTile][kBlocks];
-        if ((g + 1) * kWidth <= columns) {
-            for (int r = 0; r < kRowTile; ++r) w[r].whole(g, weight[r]);
-        } else {
-            for (int r = 0; r < kRowTile; ++r) w[r].rest(g, columns, weight[r]);
-        }
-        const f32x4 own = {w[0].factor(g), w[1].factor(g), w[2].factor(g), w[3].factor(g)};
+    template <bool kWhole>
+    K3_INLINE_MEMBER void group(int64_t g, RowInts* out) {
 #pragma GCC unroll 4
-        for (int s = 0; s < ST; ++s) {
-            const int8_t* q = x.q + (s0 + s) * x.groups * kWidth + g * kWidth;
-            f32x4 a, dots;
-            splat(a, x.scales[(s0 + s) * x.groups + g]);
-            Dot sums[kRowTile];
-            for (int r = 0; r < kRowTile; ++r) {
-                sums[r] = nothing();
-                for (int b = 0; b < kBlocks; ++b)
-                    sums[r] = accumulate(sums[r], weight[r][b], bytes(q + 32 * b));
-            }
-            totals(sums, dots);
-            total[s] = total[s] + dots * (a * own);
+        for (int i = 0; i < 4; ++i) {
+            take<kWhole>(data, columns, g * 64 + i * 16, count, columns, out + 4 * i);
+#pragma GCC unroll 4
+            for (int j = 4 * i; kBiased && j < 4 * i + 4; ++j)
+                out[j] = out[j] ^ all_rows((int32_t)0x80808080);
         }
     }
-    for (int s = 0; s < ST; ++s)
-        for (int r = 0; r < count; ++r) y[s * stride + r] = w[r].finish(total[s][r]);
+    K3_INLINE_MEMBER RowFloats factor(int64_t, const RowFloats& a) const { return a; }  // a_g * 1
+    RowFloats finish(const RowFloats& y) const {
+        float own[kRowBlock] = {};
+        memcpy(own, scales, count * sizeof *own);
+        return y * load_rows(own);
+    }
+    bool sound() const { return true; }
+};
+
+// Words of nibbles as words of weights: the low nibbles of a word are its even columns, the high ones its
+// odd.
+K3_INLINE RowInts weights_of(const RowInts& nibbles, const int8_t* table) {
+    const RowInts n = nibbles & all_rows(0x0f0f0f0f);
+    return table == nullptr ? n : looked_up(table, n);
+}
+template <int kCount>
+K3_INLINE void split(const RowInts* packed, const int8_t* table, RowInts* out) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kCount; ++j) {
+        out[2 * j] = weights_of(packed[j], table);
+        out[2 * j + 1] = weights_of(shift_right(packed[j], 4), table);
+    }
 }
 
-template <class W>
-void product(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y) {
-    for (int64_t r = begin; r < end; r += kRowTile) {
-        const int count = end - r < kRowTile ? (int)(end - r) : (int)kRowTile;
-        W row[kRowTile];
-        for (int i = 0; i < kRowTile; ++i) row[i].open(w, r + (i < count ? i : 0));
-        int64_t s = 0;
-        for (; s + kXTile <= x.rows; s += kXTile)
-            tile<kXTile>(row, x, s, w.columns, y + s * w.rows + r, w.rows, count);
-        for (; s < x.rows; ++s) tile<1>(row, x, s, w.columns, y + s * w.rows + r, w.rows, count);
+struct TileInt4 {
+    static constexpr int kWords = 16;
+    static constexpr bool kBiased = kBiasedNibbles;
+    const uint8_t* data;
+    const uint8_t* scales;  // float [rows, groups], as bytes
+    int64_t bytes, scale_bytes, count;
+    RowInts four[4];  // scales of groups 4n .. 4n + 3
+
+    void open(const Matrix& w, int64_t r, int64_t rows) {
+        bytes = ceil_div(w.columns, 2);
+        scale_bytes = ceil_div(w.columns, kInt4Group) * 4;
+        count = rows;
+        data = (const uint8_t*)w.data + r * bytes;
+        scales = (const uint8_t*)w.scales + r * scale_bytes;
     }
+    K3_INLINE_MEMBER void fetch_next(int64_t g) const {
+        fetch(data + kRowBlock * bytes, g * 32 * kRowBlock, (g + 1) * 32 * kRowBlock);
+        fetch(scales + kRowBlock * scale_bytes, g * 4 * kRowBlock, (g + 1) * 4 * kRowBlock);
+    }
+    template <bool kWhole>
+    K3_INLINE_MEMBER void group(int64_t g, RowInts* out) {
+        if (g % 4 == 0) {
+            if (kWhole && g * 4 + 16 <= scale_bytes)
+                take<true>(scales, scale_bytes, g * 4, count, scale_bytes, four);
+            else
+                take<false>(scales, scale_bytes, g * 4, count, scale_bytes, four);
+        }
+        RowInts packed[8];
+        take<kWhole>(data, bytes, g * 32, count, bytes, packed);
+        take<kWhole>(data, bytes, g * 32 + 16, count, bytes, packed + 4);
+        split<8>(packed, kBiased ? nullptr : kInt4Table, out);
+    }
+    K3_INLINE_MEMBER RowFloats factor(int64_t g, const RowFloats& a) const { return a * floats(four[g % 4]); }
+    RowFloats finish(const RowFloats& y) const { return y; }
+    bool sound() const { return true; }
+};
+
+// Doubled E2M1 values plus 12.
+alignas(16) static const int8_t kMxBiasedTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                      12, 11, 10, 9,  8,  6,  4,  0};
+
+struct TileMx {
+    static constexpr int kWords = 8;
+    static constexpr bool kBiased = kBiasedNibbles;
+    const uint8_t* data;
+    const uint8_t* exponents;
+    int64_t bytes, groups, count;
+    RowInts sixteen[4];  // exponents of groups 16n .. 16n + 15, four to a word
+    RowInts own;         // factor of the group at hand
+    RowInts reserved = all_rows(0);
+
+    void open(const Matrix& w, int64_t r, int64_t rows) {
+        bytes = w.columns / 2;
+        groups = w.columns / kMxGroup;
+        count = rows;
+        data = (const uint8_t*)w.data + r * bytes;
+        exponents = w.exponents + r * groups;
+    }
+    K3_INLINE_MEMBER void fetch_next(int64_t g) const {
+        fetch(data + kRowBlock * bytes, g * 16 * kRowBlock, (g + 1) * 16 * kRowBlock);
+        if (g % 4 == 0) fetch(exponents + kRowBlock * groups, g * kRowBlock, (g + 4) * kRowBlock);
+    }
+    template <bool kWhole>
+    K3_INLINE_MEMBER void group(int64_t g, RowInts* out) {
+        if (g % 16 == 0) {
+            if (kWhole && g + 16 <= groups)
+                take<true>(exponents, groups, g, count, groups, sixteen);
+            else
+                take<false>(exponents, groups, g, count, groups, sixteen);
+        }
+        // 2^(e - 128) is (e - 1) << 23 from e = 2 on, and (e + 1) << 21, a subnormal number, before: each is
+        // the larger where it holds.
+        const RowInts e = shift_right(sixteen[g % 16 / 4], (int)(g % 4) * 8) & all_rows(255);
+        const RowInts above = e + all_rows(1);
+        own = larger_of(shift_left(e - all_rows(1), 23), shift_left(above, 21));
+        reserved = reserved | above;  // 256 has a bit of its own
+        RowInts packed[4];
+        take<kWhole>(data, bytes, g * 16, count, bytes, packed);
+        split<4>(packed, kBiased ? kMxBiasedTable : kMxDoubledTable, out);
+    }
+    K3_INLINE_MEMBER RowFloats factor(int64_t, const RowFloats& a) const { return a * floats(own); }
+    RowFloats finish(const RowFloats& y) const { return y; }
+    bool sound() const {
+        int32_t lane[kRowBlock], all = 0;
+        memcpy(lane, &reserved, sizeof lane);
+        for (int64_t r = 0; r < kRowBlock; ++r) all |= lane[r];
+        return (all & 256) == 0;
+    }
+};
+
+K3_INLINE RowInts times(const TileInt8&, const RowInts& sums, const RowInts& w, const RowInts& x) {
+    return dot(sums, w, x);
+}
+template <class Tile>
+K3_INLINE RowInts times(const Tile&, const RowInts& sums, const RowInts& w, const RowInts& x) {
+    return dot_small(sums, w, x);
+}
+
+// total[s] += float(d_g) * factor_g for rows s0 .. s0 + some of x.
+template <bool kWhole, class Tile>
+K3_INLINE void step(Tile& tile, int64_t g, const Activations& x, int64_t s0, int64_t some, RowFloats* total) {
+    RowInts w[Tile::kWords];
+    tile.template group<kWhole>(g, w);
+    const int64_t first = g * x.rows + s0;
+    const int8_t* q = x.q + first * 4 * Tile::kWords;
+    for (int64_t s = 0; s < some; ++s, q += 4 * Tile::kWords) {
+        // Two chains of additions: one would wait for itself.
+        RowInts even = all_rows(Tile::kBiased ? x.starts[first + s] : 0), odd = all_rows(0);
+#pragma GCC unroll 8
+        for (int v = 0; v < Tile::kWords; v += 2) {
+            even = times(tile, even, w[v], word_at(q + 4 * v));
+            odd = times(tile, odd, w[v + 1], word_at(q + 4 * v + 4));
+        }
+        total[s] = total[s] + to_floats(even + odd) * tile.factor(g, all_rows(x.scales[first + s]));
+    }
+}
+
+template <class Tile>
+K3_INLINE void groups(Tile& tile, const Activations& x, int64_t columns, bool next, int64_t s0, int64_t some,
+                      RowFloats* total) {
+    const int64_t whole = tile.count == kRowBlock ? columns / x.group : 0;
+    int64_t g = 0;
+    for (; g < whole; ++g) {
+        if (next) tile.fetch_next(g);
+        step<true>(tile, g, x, s0, some, total);
+    }
+    for (; g < x.groups; ++g) step<false>(tile, g, x, s0, some, total);
+}
+
+template <class Tile>
+bool product(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y, int64_t stride) {
+    Tile tile;
+    for (int64_t r = begin; r < end; r += kRowBlock) {
+        const int64_t count = end - r < kRowBlock ? end - r : kRowBlock;
+        tile.open(w, r, count);
+        const bool next = r + 2 * kRowBlock <= w.rows;
+        for (int64_t s0 = 0; s0 < x.rows; s0 += kXBlock) {
+            const int64_t some = x.rows - s0 < kXBlock ? x.rows - s0 : kXBlock;
+            RowFloats total[kXBlock];
+            for (int64_t s = 0; s < some; ++s) total[s] = all_rows(0.0f);
+            if (some == 1)
+                groups(tile, x, w.columns, next, s0, 1, total);
+            else
+                groups(tile, x, w.columns, next && s0 == 0, s0, some, total);
+            for (int64_t s = 0; s < some; ++s) {
+                float lane[kRowBlock];
+                const RowFloats sums = tile.finish(total[s]);
+                store(lane, sums);
+                memcpy(y + (s0 + s) * stride + r - begin, lane, count * sizeof *lane);
+            }
+        }
+    }
+    return tile.sound();
+}
+
+constexpr int32_t bias_of(Encoding encoding) {
+    return encoding == Encoding::INT8   ? (kBiasedBytes ? 128 : 0)
+           : encoding == Encoding::INT4 ? (kBiasedNibbles ? 8 : 0)
+                                        : (kBiasedNibbles ? 12 : 0);
 }
 
 }  // namespace
 
-void matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y) {
+bool matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y,
+                 int64_t stride) {
     switch (w.encoding) {
-        case Encoding::INT8: return product<RowsInt8>(x, w, begin, end, y);
-        case Encoding::INT4: return product<RowsInt4>(x, w, begin, end, y);
-        case Encoding::MXFP4: return product<RowsMx>(x, w, begin, end, y);
+        case Encoding::INT8: return product<TileInt8>(x, w, begin, end, y, stride);
+        case Encoding::INT4: return product<TileInt4>(x, w, begin, end, y, stride);
+        case Encoding::MXFP4: return product<TileMx>(x, w, begin, end, y, stride);
         case Encoding::BF16:
-        case Encoding::F32: return;  // never asked for: these are multiplied exactly
+        case Encoding::F32: break;  // never asked for: these are multiplied exactly
+    }
+    return false;
+}
+
+void finish_groups(int64_t row, int64_t first_group, int64_t count, const Activations& x) {
+    const int32_t bias = bias_of(x.encoding);
+    for (int64_t g = first_group; g < first_group + count; ++g) {
+        int8_t* q = x.q + (g * x.rows + row) * x.group;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < x.group; ++k) sum += q[k];
+        x.starts[g * x.rows + row] = -bias * sum;
+        if (x.encoding == Encoding::INT8) continue;
+        for (int64_t k = 0; k < x.group; k += 8) {
+            int8_t part[8];
+            memcpy(part, q + k, 8);
+            for (int i = 0; i < 8; ++i) q[k + i] = part[i < 4 ? 2 * i : 2 * i - 7];
+        }
     }
 }
 

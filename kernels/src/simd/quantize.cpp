@@ -151,21 +151,24 @@ bool quantize_int4(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float*
     return w.bf16 ? rows<SourceBf16>(w, begin, end, row) : rows<SourceF32>(w, begin, end, row);
 }
 
-bool quantize_row(const float* x, int64_t columns, int64_t group, int8_t* q, float* scales) {
-    for (int64_t start = 0; start < columns; start += group, q += group) {
-        const int64_t count = columns - start < group ? columns - start : group;
+bool quantize_groups(const float* x, int64_t columns, int64_t row, int64_t first_group,
+                     const Activations& out) {
+    for (int64_t start = 0, g = first_group; start < columns; start += out.group, ++g) {
+        const int64_t count = columns - start < out.group ? columns - start : out.group;
+        int8_t* q = out.q + (g * out.rows + row) * out.group;
         I16 top = splat_int(0);
         for (int64_t k = 0; k < count; k += kLanes) {
             top = larger(top, magnitude_bits(load_some(x + start + k, count - k)));
         }
         const int32_t absmax = largest(top);
         if (absmax >= kInfinityBits) return false;
-        const F16 scale = splat(*scales++ = scale_of(absmax, 127.0f));
-        for (int64_t k = 0; k < group; k += kLanes) {
+        const F16 scale = splat(out.scales[g * out.rows + row] = scale_of(absmax, 127.0f));
+        for (int64_t k = 0; k < out.group; k += kLanes) {
             const F16 part = k < count ? load_some(x + start + k, count - k) : splat(0.0f);
             store_bytes((uint8_t*)q + k, quantized(part, scale, -127.0f, 127.0f));
         }
     }
+    finish_groups(row, first_group, ceil_div(columns, out.group), out);
     return true;
 }
 

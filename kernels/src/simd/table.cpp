@@ -14,7 +14,7 @@ const Kernels table = {
     quantize_int4,
     decode,
     matmul,
-    quantize_row,
+    quantize_groups,
     matmul_int8,
     rms_norm,
     l2_normalize,
@@ -28,6 +28,8 @@ const Kernels table = {
     weighted_sum,
     scores_top,
     exp_shifted,
+    probe_dots,
+    probe_read,
 };
 
 }  // namespace K3_VARIANT
