@@ -31,35 +31,30 @@ class KdaAttention:
 
     def __init__(self, weights: Weights, name: str, config: ModelConfig) -> None:
         kda = config.kda
-        self._kda = kda
-        self._norm_eps = config.eps
         self._qkv = [weights.matrix(f"{name}.{stream}_proj.weight") for stream in "qkv"]
-        self._conv = [weights.floats(f"{name}.{stream}_conv1d.weight") for stream in "qkv"]
         self._f_a = weights.matrix(f"{name}.f_a_proj.weight", exact=True)
         self._f_b = weights.matrix(f"{name}.f_b_proj.weight", exact=True)
-        padded = weights.floats(f"{name}.A_log")
-        self._log_rate = _unpadded(padded, kda.heads, f"{weights.prefix}{name}.A_log")
-        self._gate_bias = weights.floats(f"{name}.dt_bias")
         self._beta = weights.matrix(f"{name}.b_proj.weight", exact=True)
-        self._out_norm = weights.floats(f"{name}.o_norm.weight")
+        padded = weights.floats(f"{name}.A_log")
+        # The kernel wants the taps of neighbouring channels side by side.
+        taps = [weights.floats(f"{name}.{stream}_conv1d.weight")[:, 0].T for stream in "qkv"]
+        self._vectors = kernels.KdaVectors(
+            conv=np.ascontiguousarray(np.stack(taps)),
+            a_log=_unpadded(padded, kda.heads, f"{weights.prefix}{name}.A_log"),
+            dt_bias=weights.floats(f"{name}.dt_bias"),
+            norm=weights.floats(f"{name}.o_norm.weight"),
+            lower_bound=kda.gate_lower_bound,
+            l2_eps=L2_NORM_EPS,
+            norm_eps=config.eps,
+        )
         self._gate = weights.matrix(f"{name}.g_proj.weight")
         self._out = weights.matrix(f"{name}.o_proj.weight")
 
     def __call__(self, x: Array, state: KdaState, position: int) -> Array:
         """x [S, hidden], normed -> [S, hidden]. Advances `state` by S tokens; `position` plays no part."""
-        heads = (len(x), self._kda.heads, self._kda.head_dim)
-        q, k, v = (
-            kernels.short_conv(window, project(x), taps).reshape(heads)
-            for window, project, taps in zip(state.windows, self._qkv, self._conv, strict=True)
-        )
-        query: Array = kernels.l2_normalize(q, L2_NORM_EPS) * np.float32(self._kda.head_dim**-0.5)
-        key: Array = kernels.l2_normalize(k, L2_NORM_EPS)
-        f = self._f_b(self._f_a(x)).reshape(heads)
-        log_decay = kernels.kda_gate(f, self._log_rate, self._gate_bias, self._kda.gate_lower_bound)
-        beta = kernels.sigmoid(self._beta(x))
-        read = kernels.kda_step(state.memory, query, key, v, log_decay, beta)
-        normed = kernels.rms_norm(read, self._out_norm, self._norm_eps).reshape(len(x), -1)
-        return self._out(normed * kernels.sigmoid(self._gate(x)))
+        q, k, v = (project(x) for project in self._qkv)
+        decay, beta, gate = self._f_b(self._f_a(x)), self._beta(x), self._gate(x)
+        return self._out(kernels.kda_heads(q, k, v, decay, beta, gate, state.windows, state.memory, self._vectors))
 
 
 def _unpadded(values: Array, heads: int, name: str) -> Array:

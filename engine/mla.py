@@ -50,4 +50,4 @@ class LatentAttention:
             q_latent, q[:, :, mla.nope :], state.latent[:end], state.rope[:end], mla.scale
         )
         out = kernels.expand_value(mixed, self._kv_b, mla.nope).reshape(len(x), -1)
-        return self._out(out * kernels.sigmoid(self._gate(x)))
+        return self._out(kernels.gated(out, self._gate(x)))

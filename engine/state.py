@@ -11,6 +11,7 @@ with `rows` and `put_rows`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,6 +36,18 @@ class Part:
     shape: tuple[int, ...]
 
 
+_LINE = 16
+"""Floats in a cache line."""
+
+
+def _zeros(*shape: int) -> Array:
+    """Zeros whose first number begins a cache line, in pages that are not touched before they are used."""
+    count = math.prod(shape)
+    memory = np.zeros(count + _LINE, np.float32)
+    start = -memory.ctypes.data // memory.itemsize % _LINE
+    return memory[start : start + count].reshape(shape)
+
+
 @dataclass(slots=True)
 class KdaState:
     """`memory` [heads, key, value]; `windows` [3 (q, k, v), taps - 1, width], oldest input first."""
@@ -46,8 +59,8 @@ class KdaState:
     def create(cls, config: ModelConfig) -> KdaState:
         kda = config.kda
         return cls(
-            np.zeros((kda.heads, kda.head_dim, kda.head_dim), np.float32),
-            np.zeros((3, kda.conv_taps - 1, kda.width), np.float32),
+            _zeros(kda.heads, kda.head_dim, kda.head_dim),
+            _zeros(3, kda.conv_taps - 1, kda.width),
         )
 
     def rows(self, part: str, start: int, stop: int) -> Array:
@@ -74,7 +87,7 @@ class MlaState:
     @classmethod
     def create(cls, config: ModelConfig, capacity: int) -> MlaState:
         mla = config.mla
-        return cls(np.zeros((capacity, mla.latent), np.float32), np.zeros((capacity, mla.rope), np.float32))
+        return cls(_zeros(capacity, mla.latent), _zeros(capacity, mla.rope))
 
     def rows(self, part: str, start: int, stop: int) -> Array:
         """Of tokens [start, stop) the latent, then the rope columns, [tokens, latent + rope]. A copy."""

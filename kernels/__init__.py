@@ -11,6 +11,7 @@ from k3.kernels._kernels import (
     set_variant,
     usable_cpus,
 )
+from k3.kernels.arrays import KdaVectors
 from k3.kernels.errors import (
     NonFiniteError,
     ReservedScaleError,
@@ -22,14 +23,12 @@ from k3.kernels.experts import (
 from k3.kernels.layers import (
     absorb_query,
     expand_value,
-    kda_step,
+    kda_heads,
     latent_attention,
-    short_conv,
 )
 from k3.kernels.rowops import (
     exp,
-    kda_gate,
-    l2_normalize,
+    gated,
     residual_mix,
     rms_norm,
     sigmoid,
@@ -37,6 +36,7 @@ from k3.kernels.rowops import (
     situ,
     softmax,
     tanh,
+    top_k,
 )
 from k3.kernels.weights import (
     INT4_GROUP,
@@ -60,6 +60,7 @@ __all__ = [
     "MX_GROUP",
     "EncodedMatrix",
     "ExpertMatrix",
+    "KdaVectors",
     "NonFiniteError",
     "ReservedScaleError",
     "absorb_query",
@@ -72,10 +73,9 @@ __all__ = [
     "expand_value",
     "expert_forward",
     "first_difference",
+    "gated",
     "get_threads",
-    "kda_gate",
-    "kda_step",
-    "l2_normalize",
+    "kda_heads",
     "latent_attention",
     "matmul",
     "matmul_encoded",
@@ -87,12 +87,12 @@ __all__ = [
     "rms_norm",
     "set_threads",
     "set_variant",
-    "short_conv",
     "sigmoid",
     "silu",
     "situ",
     "softmax",
     "tanh",
+    "top_k",
     "usable_cpus",
     "widen_bf16",
 ]

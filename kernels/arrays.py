@@ -6,6 +6,7 @@ are copied first; weights and outputs never are, since a copy of them would be a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +15,23 @@ import numpy.typing as npt
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Weights: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class KdaVectors:
+    """The small weights of a KDA layer, float32, and its constants.
+
+    conv [3 (q, k, v), taps, H * d], the last tap meets the newest input, 1 to 16 taps; a_log [H] (slice off the
+    padding of the checkpoint's tensor); dt_bias [H * d]; norm [d].
+    """
+
+    conv: Floats
+    a_log: Floats
+    dt_bias: Floats
+    norm: Floats
+    lower_bound: float
+    l2_eps: float
+    norm_eps: float
 
 
 def activations(name: str, array: npt.NDArray[Any], ndim: int | None = None) -> Floats:

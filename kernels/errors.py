@@ -7,10 +7,12 @@ from __future__ import annotations
 
 
 class NonFiniteError(ValueError):
-    """A value that should be quantized is infinite or NaN. `row` and `column` are the first such place."""
+    """A value to be quantized or ranked is infinite or NaN. `row` and `column` are the first such place."""
 
-    def __init__(self, row: int, column: int, value: float, *, what: str = "value") -> None:
-        super().__init__(f"{what} at row {row}, column {column} is {value}, which cannot be quantized")
+    def __init__(
+        self, row: int, column: int, value: float, *, what: str = "value", use: str = "quantized"
+    ) -> None:
+        super().__init__(f"{what} at row {row}, column {column} is {value}, which cannot be {use}")
         self.row = row
         self.column = column
         self.value = value

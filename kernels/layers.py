@@ -13,42 +13,49 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.kernels import _kernels
-from k3.kernels.arrays import Floats, activations, output, stored
+from k3.kernels.arrays import Floats, KdaVectors, activations, output, stored
 from k3.kernels.weights import EncodedMatrix, encoding_of
 
 
-def kda_step(state: Floats, q: Floats, k: Floats, v: Floats, g: Floats, beta: Floats) -> Floats:
-    """Delta-rule update of `state` [H, dk, dv] (in place) by S tokens in order; returns o [S, H, dv].
+def kda_heads(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    f: Floats,
+    b: Floats,
+    g: Floats,
+    windows: Floats,
+    memory: Floats,
+    vectors: KdaVectors,
+) -> Floats:
+    """A KDA layer between its projections: gated rows [S, H * d], ready for the output projection.
 
-    Per token and head: state = exp(g) * state (by rows); e = beta * (v - state^T k); state += k e^T;
-    o = state^T q.
-    q, k, g [S, H, dk] (q and k normalised and scaled before; g is the log decay), v [S, H, dv], beta [S, H].
+    q, k, v [S, H * d] before the convolution, f [S, H * d] and b [S, H] before the gates of decay and beta,
+    g [S, H * d] before the output gate's sigmoid. `windows` [3, taps - 1, H * d] (last raw inputs, oldest first)
+    and `memory` [H, d, d] move on in place by S tokens. The composition of `reference.kda_heads`.
     """
-    q = activations("q", q, 3)
-    v = activations("v", v, 3)
-    out = np.empty_like(v)
-    _kernels.kda_step(
-        output("state", state, np.float32),
+    q = activations("q", q, 2)
+    out = np.empty_like(q)
+    dim = memory.shape[-1]
+    _kernels.kda_heads(
         q,
-        activations("k", k, 3),
-        v,
-        activations("g", g, 3),
-        activations("beta", beta, 2),
+        activations("k", k, 2),
+        activations("v", v, 2),
+        activations("f", f, 2),
+        activations("b", b, 2),
+        activations("g", g, 2),
+        output("windows", windows, np.float32),
+        output("memory", memory, np.float32),
+        stored("conv", vectors.conv, np.float32),
+        activations("a_log", vectors.a_log, 1),
+        stored("dt_bias", vectors.dt_bias, np.float32),
+        stored("norm", vectors.norm, np.float32),
+        vectors.lower_bound,
+        vectors.l2_eps,
+        dim**-0.5,
+        vectors.norm_eps,
         out,
     )
-    return out
-
-
-def short_conv(window: Floats, u: Floats, w: Floats) -> Floats:
-    """Depthwise causal convolution of u [S, C] and SiLU: float32 [S, C]; `window` [taps - 1, C] moves on in place.
-
-    window holds the last raw inputs, oldest first (zeros at the start of a sequence). w [C, taps] or
-    [C, 1, taps], the last tap meets the newest input. 1 to 16 taps.
-    """
-    u = activations("u", u, 2)
-    out = np.empty_like(u)
-    weights = stored("w", w, np.float32).reshape(w.shape[0], w.shape[-1])
-    _kernels.short_conv(output("window", window, np.float32), u, weights, out)
     return out
 
 

@@ -10,9 +10,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from k3.kernels import _kernels
 from k3.kernels.arrays import Floats, activations, stored
+from k3.kernels.errors import NonFiniteError
 
 
 def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:
@@ -20,14 +22,6 @@ def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:
     rows = _rows("x", x)
     out = np.empty_like(rows)
     _kernels.rms_norm(rows, stored("w", w, np.float32), eps, out)
-    return out.reshape(x.shape)
-
-
-def l2_normalize(x: Floats, eps: float = 1e-6) -> Floats:
-    """x / sqrt(sum(x^2) + eps) over the last axis."""
-    rows = _rows("x", x)
-    out = np.empty_like(rows)
-    _kernels.l2_normalize(rows, eps, out)
     return out.reshape(x.shape)
 
 
@@ -69,16 +63,29 @@ def situ(gate: Floats, up: Floats, beta: float = 4.0, linear_beta: float = 25.0)
     return out.reshape(gate.shape)
 
 
-def kda_gate(f: Floats, a_log: Floats, dt_bias: Floats, lower_bound: float = -5.0) -> Floats:
-    """Log decay lower_bound * sigmoid(exp(a_log) * (f + dt_bias)): float32 [S, H, d] from f [S, H, d].
+def gated(x: Floats, gate: Floats) -> Floats:
+    """x * sigmoid(gate), number by number."""
+    if gate.shape != x.shape:
+        raise ValueError(f"x {x.shape} and gate {gate.shape} differ in shape")
+    flat = activations("x", x).reshape(-1)
+    out = np.empty_like(flat)
+    _kernels.gated(flat, activations("gate", gate).reshape(-1), out)
+    return out.reshape(x.shape)
 
-    a_log float32 [H] (slice off the padding of the checkpoint's tensor), dt_bias float32 [H * d] or [H, d].
+
+def top_k(choice: Floats, k: int) -> npt.NDArray[np.int64]:
+    """Columns of the k greatest numbers of each row of choice [S, N], ascending: int64 [S, k].
+
+    Of equal numbers those in the lowest columns are taken. 1 <= k <= N, else ValueError; NonFiniteError, with row
+    and column, for what is infinite or NaN.
     """
-    f = activations("f", f, 3)
-    out = np.empty_like(f)
-    bias = stored("dt_bias", dt_bias, np.float32).reshape(f.shape[1], f.shape[2])
-    _kernels.kda_gate(f, activations("a_log", a_log, 1), bias, lower_bound, out)
-    return out
+    choice = activations("choice", choice, 2)
+    ids = np.empty((len(choice), k), np.int64)
+    place = _kernels.top_k(choice, ids)
+    if place >= 0:
+        row, column = divmod(place, choice.shape[1])
+        raise NonFiniteError(row, column, float(choice[row, column]), what="choice", use="ranked")
+    return ids
 
 
 def residual_mix(entries: Sequence[Floats], weight: Floats, eps: float = 1e-5) -> Floats:

@@ -6,6 +6,7 @@ docs/numerics.md states. Nothing of the native code is used here.
 
 from k3.kernels.reference.functions import (
     exp,
+    gated,
     kda_gate,
     l2_normalize,
     residual_mix,
@@ -15,11 +16,13 @@ from k3.kernels.reference.functions import (
     situ,
     softmax,
     tanh,
+    top_k,
 )
 from k3.kernels.reference.lanes import lane_sum
 from k3.kernels.reference.layers import (
     absorb_query,
     expand_value,
+    kda_heads,
     kda_step,
     latent_attention,
     short_conv,
@@ -51,7 +54,9 @@ __all__ = [
     "exp",
     "expand_value",
     "expert_forward",
+    "gated",
     "kda_gate",
+    "kda_heads",
     "kda_step",
     "l2_normalize",
     "lane_sum",
@@ -71,6 +76,7 @@ __all__ = [
     "situ",
     "softmax",
     "tanh",
+    "top_k",
     "unpack_int4",
     "unpack_mxfp4",
     "widen_bf16",

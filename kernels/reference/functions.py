@@ -85,6 +85,17 @@ def kda_gate(f: Floats, a_log: Floats, dt_bias: Floats, lower_bound: float = -5.
     return _F(lower_bound) * sigmoid(exp(a_log)[None, :, None] * (f + bias[None]))
 
 
+def gated(x: Floats, gate: Floats) -> Floats:
+    """x * sigmoid(gate)."""
+    with np.errstate(invalid="ignore", under="ignore"):
+        return x * sigmoid(gate)
+
+
+def top_k(choice: Floats, k: int) -> npt.NDArray[np.int64]:
+    """The first k of a stable descending sort, in ascending order."""
+    return np.sort(np.argsort(-choice, axis=-1, kind="stable")[:, :k], axis=-1)
+
+
 def residual_mix(entries: Sequence[Floats], weight: Floats, eps: float = 1e-5) -> Floats:
     """Softmax over entries; maximum, sum and mix in the order of the entries."""
     scores = [lane_sum((v * _inverse_rms(v, eps)) * weight) for v in entries]

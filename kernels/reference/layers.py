@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from k3.kernels.arrays import Floats
-from k3.kernels.reference.functions import exp, silu
+from k3.kernels.arrays import Floats, KdaVectors
+from k3.kernels.reference.functions import exp, kda_gate, l2_normalize, rms_norm, sigmoid, silu
 from k3.kernels.reference.lanes import lane_sum
 from k3.kernels.reference.product import matmul_exact
 
@@ -38,6 +38,36 @@ def short_conv(window: Floats, u: Floats, w: Floats) -> Floats:
         out[t] = silu(total)
     window[:] = history[len(u) :]
     return out
+
+
+def kda_heads(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    f: Floats,
+    b: Floats,
+    g: Floats,
+    windows: Floats,
+    memory: Floats,
+    vectors: KdaVectors,
+) -> Floats:
+    """Convolution, norms, gates, delta rule, output norm and gate, in turn. States move on in place."""
+    heads, dim, _ = memory.shape
+    shape = (len(q), heads, dim)
+    query, key, value = (
+        short_conv(window, stream, taps.T).reshape(shape)
+        for window, stream, taps in zip(windows, (q, k, v), vectors.conv, strict=True)
+    )
+    read = kda_step(
+        memory,
+        l2_normalize(query, vectors.l2_eps) * np.float32(dim**-0.5),
+        l2_normalize(key, vectors.l2_eps),
+        value,
+        kda_gate(f.reshape(shape), vectors.a_log, vectors.dt_bias.reshape(heads, dim), vectors.lower_bound),
+        sigmoid(b),
+    )
+    gated: Floats = rms_norm(read, vectors.norm, vectors.norm_eps).reshape(len(q), -1) * sigmoid(g)
+    return gated
 
 
 def latent_attention(q_latent: Floats, q_rope: Floats, latent: Floats, rope: Floats, scale: float) -> Floats:

@@ -1,4 +1,6 @@
 // Bindings of layers.h. States are updated in place; all outputs are given by the caller.
+#include <utility>
+
 #include "bind.h"
 #include "layers.h"
 
@@ -11,34 +13,32 @@ int64_t extent(const Array& a, size_t axis) {
     return static_cast<int64_t>(a.shape(axis));
 }
 
-void bind_kda_step(const Out<float>& state, const In<float>& q, const In<float>& k, const In<float>& v,
-                   const In<float>& g, const In<float>& beta, const Out<float>& out) {
-    require(state, "state", {-1, -1, -1});
-    require(q, "q", {-1, extent(state, 0), extent(state, 1)});
-    const int64_t tokens = extent(q, 0), heads = extent(state, 0), key_dim = extent(state, 1),
-                  value_dim = extent(state, 2);
-    require(k, "k", {tokens, heads, key_dim});
-    require(v, "v", {tokens, heads, value_dim});
-    require(g, "g", {tokens, heads, key_dim});
-    require(beta, "beta", {tokens, heads});
-    require(out, "out", {tokens, heads, value_dim});
-    unlocked([&] {
-        kda_step({state.data(), q.data(), k.data(), v.data(), nullptr, beta.data(), out.data(), tokens, heads,
-                  key_dim, value_dim},
-                 g.data());
-    });
-}
-
-void bind_short_conv(const Out<float>& window, const In<float>& u, const In<float>& w,
-                     const Out<float>& out) {
-    require(u, "u", {-1, -1});
-    const int64_t tokens = extent(u, 0), channels = extent(u, 1);
-    require(w, "w", {channels, -1});
-    const int64_t taps = extent(w, 1);
+void bind_kda_heads(const In<float>& q, const In<float>& k, const In<float>& v, const In<float>& f,
+                    const In<float>& b, const In<float>& g, const Out<float>& windows,
+                    const Out<float>& memory, const In<float>& conv, const In<float>& a_log,
+                    const In<float>& dt_bias, const In<float>& norm, float lower_bound, float l2_eps,
+                    float query_scale, float norm_eps, const Out<float>& out) {
+    require(memory, "memory", {-1, -1, -1});
+    const int64_t heads = extent(memory, 0), dim = extent(memory, 1), width = heads * dim;
+    require(memory, "memory", {heads, dim, dim});
+    require(q, "q", {-1, width});
+    const int64_t tokens = extent(q, 0);
+    const std::pair<const In<float>*, const char*> rows[] = {{&k, "k"}, {&v, "v"}, {&f, "f"}, {&g, "g"}};
+    for (const auto& row : rows) require(*row.first, row.second, {tokens, width});
+    require(b, "b", {tokens, heads});
+    require(conv, "conv", {3, -1, width});
+    const int64_t taps = extent(conv, 1);
     if (taps < 1 || taps > kTapsMax) throw nb::value_error("a short convolution has 1 to 16 taps");
-    require(window, "window", {taps - 1, channels});
-    require(out, "out", {tokens, channels});
-    unlocked([&] { short_conv({window.data(), u.data(), w.data(), out.data(), tokens, channels, taps}); });
+    require(windows, "windows", {3, taps - 1, width});
+    require(a_log, "a_log", {heads});
+    require(dt_bias, "dt_bias", {width});
+    require(norm, "norm", {dim});
+    require(out, "out", {tokens, width});
+    unlocked([&] {
+        kda_heads({q.data(), k.data(), v.data(), f.data(), b.data(), g.data(), conv.data(), a_log.data(),
+                   dt_bias.data(), norm.data(), windows.data(), memory.data(), out.data(), lower_bound,
+                   l2_eps, query_scale, norm_eps, tokens, heads, dim, taps});
+    });
 }
 
 Matrix cache_of(const AnyIn& cache, const char* name) {
@@ -93,11 +93,12 @@ void bind_expand_value(const In<float>& x, const std::string& encoding, const An
 }  // namespace
 
 void bind_layers(nb::module_& m) {
-    m.def("kda_step", &bind_kda_step, nb::arg("state").noconvert(), nb::arg("q").noconvert(),
-          nb::arg("k").noconvert(), nb::arg("v").noconvert(), nb::arg("g").noconvert(),
-          nb::arg("beta").noconvert(), nb::arg("out").noconvert());
-    m.def("short_conv", &bind_short_conv, nb::arg("window").noconvert(), nb::arg("u").noconvert(),
-          nb::arg("w").noconvert(), nb::arg("out").noconvert());
+    m.def("kda_heads", &bind_kda_heads, nb::arg("q").noconvert(), nb::arg("k").noconvert(),
+          nb::arg("v").noconvert(), nb::arg("f").noconvert(), nb::arg("b").noconvert(),
+          nb::arg("g").noconvert(), nb::arg("windows").noconvert(), nb::arg("memory").noconvert(),
+          nb::arg("conv").noconvert(), nb::arg("a_log").noconvert(), nb::arg("dt_bias").noconvert(),
+          nb::arg("norm").noconvert(), nb::arg("lower_bound"), nb::arg("l2_eps"), nb::arg("query_scale"),
+          nb::arg("norm_eps"), nb::arg("out").noconvert());
     m.def("latent_attention", &bind_latent_attention, nb::arg("q_latent").noconvert(),
           nb::arg("q_rope").noconvert(), nb::arg("latent").noconvert(), nb::arg("rope").noconvert(),
           nb::arg("scale"), nb::arg("out").noconvert());

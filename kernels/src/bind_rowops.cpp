@@ -24,12 +24,6 @@ void bind_rms_norm(const In<float>& x, const In<float>& w, float eps, const Out<
     unlocked([&] { rms_norm(x.data(), extent(x, 0), extent(x, 1), w.data(), eps, y.data()); });
 }
 
-void bind_l2_normalize(const In<float>& x, float eps, const Out<float>& y) {
-    require(x, "x", {-1, -1});
-    require(y, "y", {extent(x, 0), extent(x, 1)});
-    unlocked([&] { l2_normalize(x.data(), extent(x, 0), extent(x, 1), eps, y.data()); });
-}
-
 void bind_softmax(const In<float>& x, const Out<float>& y) {
     require(x, "x", {-1, -1});
     require(y, "y", {extent(x, 0), extent(x, 1)});
@@ -59,16 +53,19 @@ void bind_situ(const In<float>& gate, const In<float>& up, float beta, float lin
     unlocked([&] { situ(gate.data(), up.data(), extent(gate, 0), beta, linear_beta, y.data()); });
 }
 
-void bind_kda_gate(const In<float>& f, const In<float>& a_log, const In<float>& dt_bias, float lower_bound,
-                   const Out<float>& g) {
-    require(f, "f", {-1, -1, -1});
-    require(a_log, "a_log", {extent(f, 1)});
-    require(dt_bias, "dt_bias", {extent(f, 1), extent(f, 2)});
-    require(g, "g", {extent(f, 0), extent(f, 1), extent(f, 2)});
-    unlocked([&] {
-        kda_gate(f.data(), extent(f, 0), extent(f, 1), extent(f, 2), a_log.data(), dt_bias.data(),
-                 lower_bound, g.data());
-    });
+void bind_gated(const In<float>& x, const In<float>& gate, const Out<float>& y) {
+    require(x, "x", {-1});
+    require(gate, "gate", {extent(x, 0)});
+    require(y, "y", {extent(x, 0)});
+    unlocked([&] { gated(x.data(), gate.data(), extent(x, 0), y.data()); });
+}
+
+int64_t bind_top_k(const In<float>& choice, const Out<int64_t>& ids) {
+    require(choice, "choice", {-1, -1});
+    require(ids, "ids", {extent(choice, 0), -1});
+    const int64_t k = static_cast<int64_t>(ids.shape(1));
+    if (k < 1 || k > extent(choice, 1)) throw nb::value_error("k must be from 1 to the number of columns");
+    return unlocked([&] { return top_k(choice.data(), extent(choice, 0), extent(choice, 1), k, ids.data()); });
 }
 
 void bind_residual_mix(const std::vector<In<float>>& entries, const In<float>& weight, float eps,
@@ -135,15 +132,14 @@ nb::object bind_expert_forward(const In<float>& z, const In<uint8_t>& payload, c
 void bind_rowops(nb::module_& m) {
     m.def("rms_norm", &bind_rms_norm, nb::arg("x").noconvert(), nb::arg("w").noconvert(), nb::arg("eps"),
           nb::arg("y").noconvert());
-    m.def("l2_normalize", &bind_l2_normalize, nb::arg("x").noconvert(), nb::arg("eps"),
-          nb::arg("y").noconvert());
     m.def("softmax", &bind_softmax, nb::arg("x").noconvert(), nb::arg("y").noconvert());
     m.def("elementwise", &bind_elementwise, nb::arg("name"), nb::arg("x").noconvert(),
           nb::arg("y").noconvert());
     m.def("situ", &bind_situ, nb::arg("gate").noconvert(), nb::arg("up").noconvert(), nb::arg("beta"),
           nb::arg("linear_beta"), nb::arg("y").noconvert());
-    m.def("kda_gate", &bind_kda_gate, nb::arg("f").noconvert(), nb::arg("a_log").noconvert(),
-          nb::arg("dt_bias").noconvert(), nb::arg("lower_bound"), nb::arg("g").noconvert());
+    m.def("gated", &bind_gated, nb::arg("x").noconvert(), nb::arg("gate").noconvert(),
+          nb::arg("y").noconvert());
+    m.def("top_k", &bind_top_k, nb::arg("choice").noconvert(), nb::arg("ids").noconvert());
     m.def("residual_mix", &bind_residual_mix, nb::arg("entries").noconvert(), nb::arg("weight").noconvert(),
           nb::arg("eps"), nb::arg("y").noconvert());
     m.def("expert_forward", &bind_expert_forward, nb::arg("z").noconvert(), nb::arg("payload").noconvert(),

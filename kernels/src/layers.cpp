@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "rowops.h"
+#include "scratch.h"
 #include "threads.h"
 #include "variant.h"
 
@@ -80,15 +81,11 @@ void attend(const float* q_latent, const float* q_rope, int64_t heads, const Mat
 
 }  // namespace
 
-void kda_step(DeltaRule d, const float* g) {
-    std::vector<float> decay(static_cast<size_t>(d.tokens * d.heads * d.key_dim));
-    elementwise(Function::EXP, g, d.tokens * d.heads * d.key_dim, decay.data());
-    d.decay = decay.data();
-    parallel_for(d.heads, 1, [&](int64_t begin, int64_t end) { kernels().delta_rule(d, begin, end); });
-}
-
-void short_conv(const ShortConv& c) {
-    parallel_for(c.channels, 1024, [&](int64_t begin, int64_t end) { kernels().short_conv(c, begin, end); });
+void kda_heads(const KdaHeads& a) {
+    parallel_for(a.heads, 1, [&](int64_t begin, int64_t end) {
+        float* scratch = thread_floats<KdaHeads>(static_cast<size_t>(kda_scratch(a.dim)));
+        kernels().kda_heads(a, begin, end, scratch);
+    });
 }
 
 void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens, int64_t heads,

@@ -10,10 +10,7 @@
 
 namespace k3 {
 
-// `d.decay` is ignored; g float [tokens, heads, key_dim] is its logarithm.
-void kda_step(DeltaRule d, const float* g);
-
-void short_conv(const ShortConv& c);
+void kda_heads(const KdaHeads& a);
 
 constexpr int64_t kAttentionBlock =
     256;  // cache rows whose weighted sum is formed before it is added to the total

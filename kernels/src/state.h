@@ -8,26 +8,27 @@ namespace k3 {
 constexpr int kMixMax = 64;   // entries of a residual mix
 constexpr int kTapsMax = 16;  // taps of a short convolution
 
+constexpr int64_t kKdaTokens = 16;  // tokens whose rows of a head are prepared together
+constexpr int64_t kKdaBlock = 2;    // registers of columns of a head's memory that are swept together
+
 enum class Function : int { EXP, TANH, SIGMOID, SILU };
 
-// Per token and head: S = decay * S (rows); e = beta * (v - S^T k); S = S + k e^T; out = S^T q.
-//   state float [heads, key_dim, value_dim], in and out
-//   q, k, decay float [tokens, heads, key_dim]; v, out float [tokens, heads, value_dim]; beta float [tokens,
-//   heads]
-struct DeltaRule {
-    float* state;
-    const float *q, *k, *v, *decay, *beta;
-    float* out;
-    int64_t tokens, heads, key_dim, value_dim;
+// The heads of a KDA layer between its projections, docs/numerics.md "kda_heads".
+//   q, k, v (before the convolution), f, g (before their sigmoids), out float [tokens, heads * dim];
+//   b float [tokens, heads]; conv float [3, taps, heads * dim], the last tap meets the newest input;
+//   a_log float [heads]; dt_bias float [heads * dim]; norm float [dim]
+//   windows float [3, taps - 1, heads * dim] (oldest first) and memory float [heads, dim, dim], in and out
+struct KdaHeads {
+    const float *q, *k, *v, *f, *b, *g;
+    const float *conv, *a_log, *dt_bias, *norm;
+    float *windows, *memory, *out;
+    float lower_bound, l2_eps, query_scale, norm_eps;
+    int64_t tokens, heads, dim, taps;
 };
 
-// Depthwise causal convolution and SiLU. window float [taps - 1, channels] (oldest first), in and out;
-// u, out float [tokens, channels]; w float [channels, taps] (the last tap meets the newest input)
-struct ShortConv {
-    float* window;
-    const float *u, *w;
-    float* out;
-    int64_t tokens, channels, taps;
-};
+// Floats that a thread needs beside them.
+constexpr int64_t kda_scratch(int64_t dim) {
+    return 5 * kKdaTokens * ((dim + 15) / 16 * 16) + kKdaBlock * 16 * dim;
+}
 
 }  // namespace k3

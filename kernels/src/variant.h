@@ -42,24 +42,19 @@ struct Kernels {
     bool (*matmul_int8)(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y,
                         int64_t stride);
 
-    // Rows and single numbers. rms_norm: w * (x / sqrt(mean(x^2) + eps)); l2_normalize: x / sqrt(sum(x^2) +
-    // eps).
+    // Rows and single numbers. rms_norm: w * (x / sqrt(mean(x^2) + eps)); gated: x * sigmoid(gate).
     void (*rms_norm)(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps,
                      float* y);
-    void (*l2_normalize)(const float* x, int64_t begin, int64_t end, int64_t columns, float eps, float* y);
     void (*softmax)(const float* x, int64_t begin, int64_t end, int64_t columns, float* y);
+    void (*gated)(const float* x, const float* gate, int64_t count, float* y);
     void (*elementwise)(Function function, const float* x, int64_t count, float* y);
     void (*situ)(const float* gate, const float* up, int64_t count, float beta, float linear_beta, float* y);
-    // Rows are (token, head) pairs: g = lower_bound * sigmoid(exp(a_log[head]) * (f + dt_bias)).
-    void (*kda_gate)(const float* f, int64_t begin, int64_t end, int64_t heads, int64_t dim,
-                     const float* a_log, const float* dt_bias, float lower_bound, float* g);
     // Softmax over `count` (<= kMixMax) entries [rows, columns] of their normed products with `weight`.
     void (*residual_mix)(const float* const* entries, int count, int64_t begin, int64_t end, int64_t columns,
                          const float* weight, float eps, float* y);
 
-    // States, see state.h. [begin, end) are heads and channels.
-    void (*delta_rule)(const DeltaRule& d, int64_t begin, int64_t end);
-    void (*short_conv)(const ShortConv& c, int64_t begin, int64_t end);
+    // States, see state.h. [begin, end) are heads; `scratch`: kda_scratch(dim) floats.
+    void (*kda_heads)(const KdaHeads& a, int64_t begin, int64_t end, float* scratch);
 
     // Attention. out[h] = sum over rows t of [begin, end) of p[h, t - begin] * w[t], for `rows` rows of p.
     void (*weighted_sum)(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin,

@@ -1,4 +1,4 @@
-"""Holds up: norms, softmax, gate and residual mix equal their definition, row by row, and the model's meaning."""
+"""Holds up: norms, softmax, gates, top-k and residual mix equal their definition and their meaning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def test_rows_equal_their_definition(everyway, same_bits, size, seed, magnitude)
     x, w = normal(rng, *size) * np.float32(magnitude), normal(rng, size[1])
     for have, want in (
         (lambda: kernels.rms_norm(x, w, 1e-5), reference.rms_norm(x, w, 1e-5)),
-        (lambda: kernels.l2_normalize(x), reference.l2_normalize(x, 1e-6)),
         (lambda: kernels.softmax(x), reference.softmax(x)),
     ):
         (y,) = everyway(have)
@@ -41,8 +40,6 @@ def test_rows_against_float64(seed) -> None:
     wide = x.astype(np.float64)
     rms = w * wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(kernels.rms_norm(x, w, 1e-5), rms, rtol=2e-6)
-    unit = wide / np.sqrt((wide**2).sum(-1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(kernels.l2_normalize(x), unit, rtol=2e-6)
     e = np.exp(wide - wide.max(-1, keepdims=True))
     np.testing.assert_allclose(kernels.softmax(x), e / e.sum(-1, keepdims=True), rtol=3e-6)
 
@@ -52,22 +49,43 @@ def test_nan_is_not_lost() -> None:
     for place in (0, 17, 39):
         bad = x.copy()
         bad[1, place] = np.nan
-        for y in (kernels.softmax(bad), kernels.l2_normalize(bad), kernels.rms_norm(bad, x[0], 1e-5)):
+        for y in (kernels.softmax(bad), kernels.rms_norm(bad, x[0], 1e-5)):
             assert np.isnan(y[1]).all()
             assert np.isfinite(y[0]).all()
 
 
 @settings(deadline=None)
-@given(tokens=st.integers(1, 4), heads=st.integers(1, 5), dim=st.integers(1, 40), seed=SEEDS)
-def test_kda_gate(everyway, same_bits, tokens, heads, dim, seed) -> None:
+@given(size=SIZES, seed=SEEDS)
+def test_gated(everyway, same_bits, size, seed) -> None:
     rng = np.random.default_rng(seed)
-    f, a_log, bias = normal(rng, tokens, heads, dim), normal(rng, heads), normal(rng, heads * dim)
-    (g,) = everyway(lambda: kernels.kda_gate(f, a_log, bias))
-    same_bits(g, reference.kda_gate(f, a_log, bias))
-    rate = np.exp(a_log.astype(np.float64))[None, :, None]
-    exact = -5 / (1 + np.exp(-rate * (f.astype(np.float64) + bias.reshape(heads, dim))))
-    np.testing.assert_allclose(g, exact, rtol=1e-4, atol=1e-7)
-    assert ((g <= 0) & (g >= -5)).all()
+    x, gate = normal(rng, *size), 20 * normal(rng, *size)
+    (y,) = everyway(lambda: kernels.gated(x, gate))
+    same_bits(y, reference.gated(x, gate))
+    same_bits(y, x * kernels.sigmoid(gate))
+
+
+@settings(deadline=None)
+@given(size=SIZES, data=st.data(), few=st.integers(1, 6), seed=SEEDS)
+def test_top_k(same_bits, size, data, few, seed) -> None:
+    k = data.draw(st.integers(1, size[1]))
+    choice = (
+        np.random.default_rng(seed).integers(-few, few, size).astype(np.float32)
+    )  # ties, and zeros of both signs
+    choice = np.where(choice == 0, np.copysign(choice, -1), choice).astype(np.float32)
+    ids = kernels.top_k(choice, k)
+    same_bits(ids, reference.top_k(choice, k))
+    for row, chosen in zip(choice, ids, strict=True):
+        left = np.delete(row, chosen)
+        assert left.size == 0 or left.max() <= row[chosen].min()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_top_k_refuses_what_has_no_place(value) -> None:
+    choice = np.zeros((3, 20), np.float32)
+    choice[1, 19] = choice[2, 0] = value
+    with pytest.raises(kernels.NonFiniteError, match="ranked") as refusal:
+        kernels.top_k(choice, 4)
+    assert (refusal.value.row, refusal.value.column) == (1, 19)
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,7 +119,9 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         lambda: kernels.softmax(np.zeros((2, 0), np.float32)),
         lambda: kernels.softmax(np.float32(1).reshape(())),
         lambda: kernels.situ(x, x[:1]),
-        lambda: kernels.kda_gate(x[None], np.zeros(3, np.float32), x.reshape(-1)),
+        lambda: kernels.gated(x, x[:1]),
+        lambda: kernels.top_k(x, 0),
+        lambda: kernels.top_k(x, 9),
     ):
-        with pytest.raises(ValueError, match=r"shape|entries|entry|columns|axes"):
+        with pytest.raises(ValueError, match=r"shape|entries|entry|columns|axes|differ"):
             bad()

@@ -18,16 +18,13 @@ void finish_groups(int64_t row, int64_t first_group, int64_t count, const Activa
 bool matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y, int64_t stride);
 void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps,
               float* y);
-void l2_normalize(const float* x, int64_t begin, int64_t end, int64_t columns, float eps, float* y);
 void softmax(const float* x, int64_t begin, int64_t end, int64_t columns, float* y);
+void gated(const float* x, const float* gate, int64_t count, float* y);
 void elementwise(Function function, const float* x, int64_t count, float* y);
 void situ(const float* gate, const float* up, int64_t count, float beta, float linear_beta, float* y);
-void kda_gate(const float* f, int64_t begin, int64_t end, int64_t heads, int64_t dim, const float* a_log,
-              const float* dt_bias, float lower_bound, float* g);
 void residual_mix(const float* const* entries, int count, int64_t begin, int64_t end, int64_t columns,
                   const float* weight, float eps, float* y);
-void delta_rule(const DeltaRule& d, int64_t begin, int64_t end);
-void short_conv(const ShortConv& c, int64_t begin, int64_t end);
+void kda_heads(const KdaHeads& a, int64_t begin, int64_t end, float* scratch);
 void weighted_sum(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
                   float* out, int64_t out_stride);
 float scores_top(const float* latent, const float* rope, int64_t count, float scale, float* scores);

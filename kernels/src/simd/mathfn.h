@@ -59,11 +59,13 @@ K3_INLINE F16 situ16(const F16& gate, const F16& up, const F16& beta, const F16&
     return bounded * (linear_beta * tanh16(up / linear_beta));
 }
 
-K3_INLINE float exp1(float x) {
+K3_INLINE float first_lane(const F16& x) {
     float lane[kLanes];
-    store(lane, exp16(splat(x)));
+    store(lane, x);
     return lane[0];
 }
+K3_INLINE float exp1(float x) { return first_lane(exp16(splat(x))); }
+K3_INLINE float sigmoid1(float x) { return first_lane(sigmoid16(splat(x))); }
 
 }  // namespace K3_VARIANT
 }  // namespace k3

@@ -45,15 +45,6 @@ void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const
     }
 }
 
-void l2_normalize(const float* x, int64_t begin, int64_t end, int64_t columns, float eps, float* y) {
-    for (int64_t r = begin; r < end; ++r) {
-        const float* row = x + r * columns;
-        const F16 factor = splat(1.0f / __builtin_sqrtf(square_sum(row, columns) + eps));
-        each(columns, y + r * columns,
-             [&](int64_t k, int64_t left) { return load_some(row + k, left) * factor; });
-    }
-}
-
 void softmax(const float* x, int64_t begin, int64_t end, int64_t columns, float* y) {
     for (int64_t r = begin; r < end; ++r) {
         const float* row = x + r * columns;
@@ -66,6 +57,11 @@ void softmax(const float* x, int64_t begin, int64_t end, int64_t columns, float*
             splat(lane_sum(columns, [&](int64_t k, int64_t left) { return load_some(out + k, left); }));
         each(columns, out, [&](int64_t k, int64_t left) { return load_some(out + k, left) / total; });
     }
+}
+
+void gated(const float* x, const float* gate, int64_t count, float* y) {
+    each(count, y,
+         [&](int64_t k, int64_t n) { return load_some(x + k, n) * sigmoid16(load_some(gate + k, n)); });
 }
 
 void elementwise(Function function, const float* x, int64_t count, float* y) {
@@ -85,18 +81,6 @@ void situ(const float* gate, const float* up, int64_t count, float beta, float l
     const F16 b = splat(beta), l = splat(linear_beta);
     each(count, y,
          [&](int64_t k, int64_t n) { return situ16(load_some(gate + k, n), load_some(up + k, n), b, l); });
-}
-
-void kda_gate(const float* f, int64_t begin, int64_t end, int64_t heads, int64_t dim, const float* a_log,
-              const float* dt_bias, float lower_bound, float* g) {
-    for (int64_t r = begin; r < end; ++r) {  // one (token, head)
-        const int64_t head = r % heads;
-        const F16 rate = splat(exp1(a_log[head])), bound = splat(lower_bound);
-        const float* bias = dt_bias + head * dim;
-        each(dim, g + r * dim, [&](int64_t k, int64_t n) {
-            return bound * sigmoid16(rate * (load_some(f + r * dim + k, n) + load_some(bias + k, n)));
-        });
-    }
 }
 
 void residual_mix(const float* const* entries, int count, int64_t begin, int64_t end, int64_t columns,
