@@ -1,15 +1,19 @@
-"""One expert from its extents into one buffer: where each piece goes, the read, the check, the second try.
+"""One expert from its extents into one buffer: where each piece goes, the reads, the check, the second try.
 
 A piece is one extent. Pieces are read at page-aligned places one after the other, so the pieces of a
 container (whole pages, only the last one padded) make up the payload where they land; pieces of a raw
-snapshot, which start anywhere, are moved together afterwards. The functions keep no state and may be called
-from any thread; two pieces of one expert may be read at the same time.
+snapshot, which start anywhere, are moved together afterwards.
+
+A piece is read in parts, so that a drive works on one expert with its whole depth and experts arrive one after
+the other, not all of them late. The functions keep no state and may be called from any thread; any parts may be
+read at the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from k3.container import checksum
 from k3.container.direct import Bytes, span_bytes
@@ -17,8 +21,8 @@ from k3.container.errors import DamageError, DriveError, ExpertError, K3Error
 from k3.container.keys import PAGE_BYTES, ExpertKey, ExpertLayout, Extent, page_ceil
 from k3.store.handles import OpenFiles
 
-ATTEMPTS = 2
-"""Reads of one piece before it is given up. Links and caches fail once; a bad drive fails again."""
+PART_BYTES = 4 << 20
+"""Bytes asked of a drive at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,21 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """What reading one piece took."""
+class Part:
+    """Bytes [offset, offset + nbytes) of a file; the page that they begin in goes to `start` in the buffer."""
 
-    reads: int
-    read_bytes: int
+    path: Path
+    offset: int
+    nbytes: int
+    start: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What became of a piece after its parts had been read once."""
+
+    retries: int
     checked_bytes: int
 
 
@@ -82,26 +96,54 @@ def place(key: ExpertKey, extents: Sequence[Extent], layout: ExpertLayout, capac
     return tuple(pieces)
 
 
-def read_piece(files: OpenFiles, key: ExpertKey, piece: Piece, buffer: Bytes, *, check: bool) -> Fetched:
-    """Read one piece into its part of `buffer`, twice if need be.
+def split(piece: Piece, part_bytes: int) -> tuple[Part, ...]:
+    """Cut a piece into parts of at most `part_bytes`, a multiple of the page, at page boundaries of its file."""
+    assert part_bytes > 0
+    assert part_bytes % PAGE_BYTES == 0
+    extent = piece.extent
+    first_page = extent.offset // PAGE_BYTES * PAGE_BYTES
+    end = extent.offset + extent.stored_bytes
+    parts = []
+    for page in range(first_page, end, part_bytes):
+        begin, stop = max(page, extent.offset), min(page + part_bytes, end)
+        capacity = min(part_bytes, first_page + piece.capacity - page)
+        parts.append(Part(extent.path, begin, stop - begin, piece.start + page - first_page, capacity))
+    return tuple(parts)
+
+
+def read_part(files: OpenFiles, part: Part, buffer: Bytes) -> None:
+    """Read one part to its place in `buffer`. DriveError with file and offset."""
+    with files.reading(part.path) as file:
+        file.read(part.offset, part.nbytes, buffer[part.start : part.start + part.capacity])
+
+
+def finish_piece(
+    files: OpenFiles, key: ExpertKey, piece: Piece, buffer: Bytes, *, check: bool, error: Exception | None
+) -> Fetched:
+    """Make sure of a piece whose parts were read, or met `error`; read all of it once more if need be.
 
     With `check`, the bytes are compared with the extent's digest if it has one. DriveError or DamageError
     with file, offset, layer and expert when the second try fails too; the buffer's content is then undefined.
+    Any other error is no fault of a drive, and raised as it is.
     """
     extent = piece.extent
     into = buffer[piece.start : piece.start + piece.capacity]
-    first: K3Error | None = None
-    for attempt in range(1, ATTEMPTS + 1):
+    if error is None:
+        skip = extent.offset % PAGE_BYTES
         try:
-            with files.reading(extent.path) as file:
-                stored = file.read(extent.offset, extent.stored_bytes, into)
-            checked_bytes = _compare(extent, stored) if check else 0
-            return Fetched(attempt, attempt * extent.stored_bytes, checked_bytes)
-        except (DriveError, DamageError) as error:
-            first = error
-            files.drop(extent.path)  # the file may have been replaced by a sound one meanwhile
-    assert first is not None
-    raise located(first, key) from first
+            return Fetched(0, _compare(extent, into[skip : skip + extent.stored_bytes]) if check else 0)
+        except DamageError as damage:
+            error = damage
+    if not isinstance(error, DriveError | DamageError):
+        raise error
+    files.drop(extent.path)  # the file may have been replaced by a sound one meanwhile
+    try:
+        with files.reading(extent.path) as file:
+            stored = file.read(extent.offset, extent.stored_bytes, into)
+        return Fetched(1, _compare(extent, stored) if check else 0)
+    except (DriveError, DamageError) as second:
+        files.drop(extent.path)
+        raise located(second, key) from second
 
 
 def join(pieces: Sequence[Piece], buffer: Bytes) -> tuple[int, int]:

@@ -3,14 +3,16 @@
 Owns the buffers (slots), the cache over them, the open files and a pool of reading threads. Everything below
 is guarded by one lock, held only for bookkeeping; reads, digests and moves run outside of it.
 
-A slot is free, being read (in a flight), held by leases, or kept by the cache. Invariants:
+A slot is free, being read (in a flight), held by leases, kept by the cache, or ahead (prefetched). Invariants:
 
 * A slot that is being read belongs to its flight until every piece of it has ended, also after an error or
   when nobody wants the expert any more, so no late read can land in somebody else's expert.
 * Only a slot whose pieces were all read, and checked where that was asked for, is ever held or kept.
 * Two requests for one expert share one flight, and one slot.
-* A ticket is the right to hold one expert. There are as many tickets as slots, and whoever reads or holds has
-  one, so a read that has a ticket always finds a slot that is free or only kept.
+* A ticket is the right to hold one expert. There are as many tickets as slots that are not for prefetches, and
+  whoever reads or holds has one, so a read that has a ticket always finds a slot that nobody holds or reads into.
+* Guesses (flights of prefetches, and what they brought in that nobody has asked for) are at most `prefetch_slots`
+  and have no ticket. A guess is begun only by a thread that finds nothing else to read, and only into a free slot.
 
 A request is admitted with tickets for all of its experts, or for `working_slots` of them; more reads start as
 leases come back. A caller that holds them all and asks for more is lent tickets at the cost of the cache, and
@@ -23,16 +25,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from k3.container.errors import K3Error
-from k3.container.keys import ExpertKey
+from k3.container.keys import PAGE_BYTES, ExpertKey
 from k3.container.source import ModelSource
-from k3.store.fetch import ATTEMPTS, Fetched, Piece, buffer_bytes, join, located, place, read_piece
+from k3.store.fetch import PART_BYTES, Fetched, buffer_bytes, finish_piece, join, located, place, read_part
+from k3.store.flights import Flight, FlightQueue, Job, PieceState
 from k3.store.handles import OpenFile, OpenFiles, default_open_files, open_file
+from k3.store.read_threads import ReadThreads
 from k3.store.request_stream import RequestStream
 from k3.store.slots import Resident, SlotTable
 from k3.store.source import BudgetError, Lease, SourceStats, checked_request, poisoned_on_release
@@ -45,20 +48,13 @@ WORKING_SLOTS = 32
 DEFAULT_THREADS = 8
 """Reads in flight: bench/io_engines.py shows what a drive gains from more."""
 
+_COUNTED = (
+    "hits", "joined", "misses", "retries", "reads", "read_bytes", "read_ns", "prefetched", "prefetch_hits",
+    "wait_ns", "checked_bytes", "unchecked_bytes",
+)  # fmt: skip
+
 HEARTBEAT_S = 1.0
 """How often a waiting thread looks for what wakes nobody: a forgotten stream, a crashed reading thread."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """An expert being read into a slot, and the requests that wait for it."""
-
-    key: ExpertKey
-    slot: int
-    pieces: tuple[Piece, ...]
-    pieces_left: int
-    waiters: list[_Request]
-    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -76,8 +72,9 @@ class FileSource:
     """An `ExpertSource` that reads the extents of any `ModelSource`.
 
     RAM is (`working_slots` + `cache_bytes` // slot) slots, allocated here and never again; a slot holds the
-    largest expert of the model plus a few pages. `verify` says which reads are compared with their digests:
-    all, the first of each expert, or none. `max_open_files` None means a quarter of what the process may have.
+    largest expert of the model plus a few pages. `prefetch_slots` more are for prefetches; with none, they are let
+    go. `verify` says which reads are compared with their digests: all, the first of each expert, or none. Drives
+    are asked for `part_bytes` at a time. `max_open_files` None means a quarter of what the process may have.
     """
 
     def __init__(
@@ -86,16 +83,20 @@ class FileSource:
         *,
         cache_bytes: int = 0,
         working_slots: int = WORKING_SLOTS,
+        prefetch_slots: int = 0,
         direct: bool = True,
         verify: Verify = "always",
         threads: int = DEFAULT_THREADS,
+        part_bytes: int = PART_BYTES,
         max_open_files: int | None = None,
         patience_s: float = 60.0,
         debug: bool = False,
         opener: OpenFile = open_file,
     ) -> None:
-        if cache_bytes < 0 or working_slots < 1 or threads < 1:
-            raise ValueError(f"{cache_bytes=}, {working_slots=}, {threads=} make no source")
+        if cache_bytes < 0 or working_slots < 1 or prefetch_slots < 0 or threads < 1:
+            raise ValueError(f"{cache_bytes=}, {working_slots=}, {prefetch_slots=}, {threads=} make no source")
+        if part_bytes < 1 or part_bytes % PAGE_BYTES:
+            raise ValueError(f"part_bytes must be whole pages, not {part_bytes}")
         if verify not in ("always", "first", "never"):
             raise ValueError(f"verify must be always, first or never, not {verify!r}")
         self._model = model
@@ -105,19 +106,34 @@ class FileSource:
         self._layouts = {layer: model.expert_layout(layer) for layer in model.expert_layers()}
         self._counts = {layer: model.expert_count(layer) for layer in self._layouts}
         slot_bytes = max(map(buffer_bytes, self._layouts.values()), default=1)
-        self._slots = SlotTable(slot_bytes, working_slots, cache_bytes // slot_bytes, self._counts, debug=debug)
+        self._slots = SlotTable(
+            slot_bytes,
+            working_slots,
+            cache_bytes // slot_bytes,
+            self._counts,
+            ahead_slots=prefetch_slots,
+            debug=debug,
+        )
         self._working_slots = working_slots
-        self._tickets = len(self._slots)
-        self._flights: dict[ExpertKey, _Flight] = {}
+        self._prefetch_slots = prefetch_slots
+        self._part_bytes = part_bytes
+        self._tickets = self._all_tickets = len(self._slots) - prefetch_slots
+        self._flights: dict[ExpertKey, Flight[_Request]] = {}
+        self._queue: FlightQueue[_Request] = FlightQueue(max(1, threads // 2))
+        self._hints: deque[tuple[object, ExpertKey]] = deque()  # prefetches that were not begun
+        self._guesses = 0  # flights that nobody waits for
         self._verified: set[ExpertKey] = set()
         self._admission: deque[object] = deque()
         self.abandoned: deque[_Request] = deque()
         self._files = OpenFiles(max_open_files or default_open_files(), direct=direct, opener=opener)
-        self._changed = threading.Condition(threading.Lock())
-        self._counters = SourceStats(slots=len(self._slots), slot_bytes=slot_bytes)
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._counters = dict.fromkeys(_COUNTED, 0)
         self._closed = False
         self._crash: BaseException | None = None
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="k3-store")
+        self._threads: ReadThreads[Job[_Request]] = ReadThreads(
+            threads, lock, self._next_job, self._read, self._note_crash
+        )
 
     def lease(self, layer: int, experts: Sequence[int]) -> RequestStream[_Request]:
         """See `ExpertSource.lease`. Waits for its turn when other requests hold the slots."""
@@ -129,14 +145,33 @@ class FileSource:
             self._advance(request)
         return RequestStream(self, request)
 
+    def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
+        """See `ExpertSource.prefetch`. Of all hints, the latest `prefetch_slots` experts count."""
+        ids = checked_request(layer, experts, self._counts)
+        hint = object()
+        with self._changed:
+            self._check_open()
+            if not self._prefetch_slots or not ids:
+                return lambda: None
+            for expert in ids[: self._prefetch_slots]:
+                key = ExpertKey(layer, expert)
+                if key not in self._slots and key not in self._flights:
+                    self._hints.append((hint, key))
+            while len(self._hints) > self._prefetch_slots:
+                self._hints.popleft()
+            self._threads.wake(len(self._hints))
+        return partial(self._take_back, hint)
+
     def stats(self) -> SourceStats:
         """See `ExpertSource.stats`."""
         with self._changed:
-            return replace(
-                self._counters,
+            return SourceStats(
                 evictions=self._slots.evictions,
+                slots=len(self._slots),
+                slot_bytes=self._slots.slot_bytes,
                 open_files=len(self._files),
                 direct=self._files.direct(),
+                **self._counters,
             )
 
     def close(self) -> None:
@@ -144,7 +179,7 @@ class FileSource:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.stop()
         self._files.close()
 
     # Tickets
@@ -161,7 +196,7 @@ class FileSource:
             self._tickets -= count
         finally:
             self._admission.remove(turn)
-            self._count(wait_ns=time.monotonic_ns() - began_ns)
+            self._counters["wait_ns"] += time.monotonic_ns() - began_ns
             self._changed.notify_all()
         return count
 
@@ -171,7 +206,7 @@ class FileSource:
         self._check_open()
         left_s = self._patience_s - (time.monotonic_ns() - began_ns) / 1e9
         if left_s <= 0:
-            total = len(self._slots)
+            total = self._all_tickets
             raise BudgetError(
                 f"{count} more experts asked for while {total - self._tickets} of {total} slots are held "
                 f"({self._slots.slot_bytes} bytes each), for {self._patience_s:g} s",
@@ -185,79 +220,127 @@ class FileSource:
         if self._crash is not None:
             raise RuntimeError("a reading thread of this source failed") from self._crash
 
-    # Reading. All of these are called under the lock, except _run.
+    # Reading. All of these are called under the lock, except _read.
 
     def _advance(self, request: _Request) -> None:
         """Start as much of a stream as it has tickets for."""
+        counters, new_parts = self._counters, 0
         while request.unstarted and request.tickets and not self._closed:
             key = request.unstarted.popleft()
+            if self._slots.is_ahead(key):
+                counters["prefetch_hits"] += 1
             resident, flight = self._slots.hold(key), self._flights.get(key)
             if resident is not None:
                 request.ready.append(resident)
-                self._count(hits=1)
+                counters["hits"] += 1
             elif flight is not None:
+                if flight.guess is not None:
+                    new_parts += self._promote(flight)
                 flight.waiters.append(request)
                 request.in_flight += 1
-                self._count(joined=1)
+                counters["joined"] += 1
             else:
                 try:
-                    self._take_off(key, request)
+                    flight = self._take_off(key, None)
                 except K3Error as error:
                     request.unstarted.clear()
                     request.ready.append(error)
                     break
+                flight.waiters.append(request)
+                new_parts += len(flight.unread)
                 request.in_flight += 1
-                self._count(misses=1)
+                counters["misses"] += 1
             request.tickets -= 1
+        if new_parts:
+            self._threads.wake(new_parts)
         self._changed.notify_all()
 
-    def _take_off(self, key: ExpertKey, request: _Request) -> None:
-        """Give a new flight a slot and its pieces to the reading threads."""
+    def _take_off(self, key: ExpertKey, hint: object | None) -> Flight[_Request]:
+        """Give a new flight a slot and line it up. ExpertError when its extents do not make up an expert."""
         extents = self._model.expert_extents(key.layer, key.expert)
         pieces = place(key, extents, self._layouts[key.layer], self._slots.slot_bytes)
-        flight = _Flight(key, self._slots.take_slot(), pieces, len(pieces), [request])
-        self._flights[key] = flight
         check = self._verify == "always" or (self._verify == "first" and key not in self._verified)
-        for piece in pieces:
-            self._pool.submit(self._run, flight, piece, check).add_done_callback(self._note_crash)
+        flight: Flight[_Request] = Flight(
+            key, self._slots.take_slot(), pieces, self._part_bytes, check=check, guess=hint
+        )
+        self._flights[key] = flight
+        self._queue.add(flight)
+        return flight
 
-    def _run(self, flight: _Flight, piece: Piece, check: bool) -> None:
-        """Read one piece; the flight's last one lands it. Runs in a reading thread."""
-        buffer = self._slots.buffer(flight.slot)
+    def _next_job(self) -> Job[_Request] | None:
+        """What a thread reads next; without anything else to do, it begins a guess."""
+        if self._closed:
+            return None
+        while self._hints and self._queue.may_guess() and self._begin_guess():
+            pass
+        return self._queue.next()
+
+    def _read(self, job: Job[_Request]) -> None:
+        """Read one part; a flight's last one lands it. Runs in a reading thread."""
+        flight, state, buffer = job.flight, job.state, self._slots.buffer(job.flight.slot)
+        error: Exception | None = None
+        began_ns = time.monotonic_ns()
+        try:
+            read_part(self._files, job.part, buffer)
+        except Exception as found:  # whatever it is, it belongs to the thread that waits for the expert
+            error = found
+        with self._changed:
+            self._counters["read_bytes"] += job.part.nbytes
+            self._counters["read_ns"] += time.monotonic_ns() - began_ns
+            state.error = state.error or error
+            state.parts_left -= 1
+            if state.parts_left:
+                self._done(job)
+                return
         outcome: Fetched | Exception
         began_ns = time.monotonic_ns()
         try:
-            outcome = read_piece(self._files, flight.key, piece, buffer, check=check)
-        except Exception as error:  # whatever it is, it belongs to the thread that waits for the expert
-            outcome = error
-        read_ns = time.monotonic_ns() - began_ns
+            outcome = finish_piece(
+                self._files, flight.key, state.piece, buffer, check=flight.check, error=state.error
+            )
+        except Exception as found:
+            outcome = found
         with self._changed:
-            self._count_piece(piece, outcome, read_ns)
+            self._count_piece(state, outcome, time.monotonic_ns() - began_ns)
             if isinstance(outcome, Exception):
                 flight.error = flight.error or outcome
             flight.pieces_left -= 1
             if flight.pieces_left:
+                self._done(job)
                 return
-        begin, end = join(flight.pieces, buffer) if flight.error is None else (0, 0)
+        begin, end = (0, 0)
+        if flight.error is None:
+            begin, end = join([state.piece for state in flight.pieces], buffer)
         with self._changed:
-            if check and flight.error is None:
+            if flight.check and flight.error is None:
                 self._verified.add(flight.key)
             self._land(flight, begin, end)
+            self._done(job)
             self._changed.notify_all()
 
-    def _note_crash(self, future: Future[None]) -> None:
+    def _done(self, job: Job[_Request]) -> None:
+        """A thread is through with a part of a flight."""
+        if self._queue.done(job):
+            self._forget(job.flight)
+
+    def _note_crash(self, error: BaseException) -> None:
         """A reading thread met a mistake of ours in the bookkeeping: let every waiting thread raise it.
 
         Takes no lock: with the bookkeeping wrong, a late notice is better than a deadlock.
         """
-        if not future.cancelled():
-            self._crash = future.exception() or self._crash
+        self._crash = error
 
-    def _land(self, flight: _Flight, begin: int, end: int) -> None:
+    def _land(self, flight: Flight[_Request], begin: int, end: int) -> None:
         """Give an expert that was read, or the error, to everybody who waits for it."""
         del self._flights[flight.key]
         resident = None
-        if flight.error is None:
+        if flight.guess is not None:
+            self._guesses -= 1
+            if flight.error is None:
+                self._slots.settle_ahead(flight.key, flight.slot, begin, end)
+            else:  # a request for it will meet the error
+                self._slots.give_up(flight.slot)
+        elif flight.error is None:
             resident = self._slots.settle(flight.key, flight.slot, begin, end, len(flight.waiters))
         else:
             self._slots.give_up(flight.slot)
@@ -272,10 +355,63 @@ class FileSource:
             if request.closed:
                 self._give_back(request)
 
+    # Guesses. All of these are called under the lock, except _take_back.
+
+    def _begin_guess(self) -> bool:
+        """Begin the oldest hint that is still of use. False when no room can be made for it now."""
+        if self._guesses == self._prefetch_slots:
+            return False
+        if self._guesses + self._slots.ahead == self._prefetch_slots:
+            self._slots.drop_ahead()
+        if not self._slots.has_free:
+            return False
+        hint, key = self._hints.popleft()
+        if key in self._slots or key in self._flights:
+            return True
+        try:
+            self._take_off(key, hint)
+        except K3Error:  # a request for it will meet the error
+            return True
+        self._guesses += 1
+        self._counters["prefetched"] += 1
+        return True
+
+    def _promote(self, flight: Flight[_Request]) -> int:
+        """Somebody asks for what was a guess. Returns how many parts of it are still to be begun."""
+        self._counters["prefetch_hits"] += 1
+        self._guesses -= 1
+        return self._queue.promote(flight)
+
+    def _take_back(self, hint: object) -> None:
+        """Leave what a hint named and nobody asked for. Not under the lock."""
+        with self._changed:
+            self._hints = deque(pair for pair in self._hints if pair[0] is not hint)
+            for flight in [flight for flight in self._flights.values() if flight.guess is hint]:
+                if flight.unread and not flight.is_dropped and self._queue.drop(flight):
+                    self._forget(flight)
+
+    def _forget(self, flight: Flight[_Request]) -> None:
+        """A guess was dropped, and no thread is at it any more."""
+        del self._flights[flight.key]
+        self._guesses -= 1
+        self._slots.give_up(flight.slot)
+
     # Handing out and giving back
 
     def take(self, request: _Request) -> Lease:
         """Wait for a stream's next expert. StopIteration after the last one, or its error."""
+        # Only this thread takes from what is ready: no need for the lock.
+        item = request.ready.popleft() if request.ready and not self._closed else self._next_item(request)
+        if isinstance(item, Exception):
+            raise item
+        payload = item.payload
+        on_release: Callable[[], None] = partial(self._release, request, item)
+        if self._debug:
+            payload, on_release = poisoned_on_release(payload, on_release)
+        return Lease(item.key.layer, item.key.expert, payload, on_release)
+
+    def _next_item(self, request: _Request) -> Resident | Exception:
+        """Wait for what a stream hands out next. StopIteration after the last."""
         began_ns = time.monotonic_ns()
         with self._changed:
             while self._is_waiting(request):
@@ -289,15 +425,8 @@ class FileSource:
                     self._wait_for_ticket(began_ns, 1)
             if not request.ready:
                 raise StopIteration
-            item = request.ready.popleft()
-            self._count(wait_ns=time.monotonic_ns() - began_ns)
-        if isinstance(item, Exception):
-            raise item
-        payload = item.payload
-        on_release: Callable[[], None] = partial(self._release, request, item)
-        if self._debug:
-            payload, on_release = poisoned_on_release(payload, on_release)
-        return Lease(item.key.layer, item.key.expert, payload, on_release)
+            self._counters["wait_ns"] += time.monotonic_ns() - began_ns
+            return request.ready.popleft()
 
     def _is_waiting(self, request: _Request) -> bool:
         """Whether a stream has nothing to hand out yet but will have. ValueError when the source was closed."""
@@ -348,23 +477,18 @@ class FileSource:
 
     # Counting
 
-    def _count(self, **more: int) -> None:
-        now = self._counters
-        self._counters = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
-
-    def _count_piece(self, piece: Piece, outcome: Fetched | Exception, read_ns: int) -> None:
-        stored_bytes = piece.extent.stored_bytes
+    def _count_piece(self, state: PieceState, outcome: Fetched | Exception, finish_ns: int) -> None:
+        """A piece is read: once in parts, and once more as a whole if that went wrong."""
+        counters, stored_bytes = self._counters, state.piece.extent.stored_bytes
+        counters["read_ns"] += finish_ns
+        retries = 1
         if isinstance(outcome, Fetched):
-            self._count(
-                reads=outcome.reads,
-                retries=outcome.reads - 1,
-                read_bytes=outcome.read_bytes,
-                read_ns=read_ns,
-                checked_bytes=outcome.checked_bytes,
-                unchecked_bytes=stored_bytes - outcome.checked_bytes,
-            )
-        else:
-            self._count(reads=ATTEMPTS, retries=ATTEMPTS - 1, read_bytes=ATTEMPTS * stored_bytes, read_ns=read_ns)
+            retries = outcome.retries
+            counters["checked_bytes"] += outcome.checked_bytes
+            counters["unchecked_bytes"] += stored_bytes - outcome.checked_bytes
+        counters["reads"] += 1 + retries
+        counters["retries"] += retries
+        counters["read_bytes"] += retries * stored_bytes
 
 
 def _copy_of(error: Exception, key: ExpertKey) -> Exception:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -41,6 +41,13 @@ class MemorySource:
                 raise ValueError("the source is closed")
             self._hits += len(ids)
         return MemoryStream(self, [ExpertKey(layer, expert) for expert in ids])
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
+        """See `ExpertSource.prefetch`. Everything is in RAM already."""
+        checked_request(layer, experts, self._counts)
+        if self._closed:
+            raise ValueError("the source is closed")
+        return lambda: None
 
     def stats(self) -> SourceStats:
         """See `ExpertSource.stats`."""

@@ -1,16 +1,19 @@
 """`SlotTable`: the buffers of a source, which expert lies in which, and which of them the cache keeps.
 
-A slot is free, lent to a reader (`take_slot` until `settle` or `give_up`), held (`holders` of its resident),
-or kept by the cache until its room is needed. Does no I/O and has no lock: the source's lock guards it.
+A slot is free, lent to a reader (`take_slot` until `settle`, `settle_ahead` or `give_up`), held (`holders` of its
+resident), kept by the cache until its room is needed, or ahead: read on a guess and not asked for yet. Does no I/O
+and has no lock: the source's lock guards it.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from k3.container.direct import Bytes, aligned_buffer
-from k3.container.keys import ExpertKey
+from k3.container.direct import Bytes
+from k3.container.keys import ExpertKey, page_ceil
+from k3.container.pages import huge_buffer
 from k3.store.eviction import LayeredLru, divide
 from k3.store.source import POISON, Payload, read_only
 
@@ -26,15 +29,29 @@ class Resident:
 
 
 class SlotTable:
-    """`working_slots` slots, and as many more as the cache may keep and the model can fill."""
+    """`working_slots` slots, as many as the cache may keep and the model can fill, and `ahead_slots` for guesses.
+
+    All of them are one region of memory, in huge pages where the system has them.
+    """
 
     def __init__(
-        self, slot_bytes: int, working_slots: int, cache_slots: int, counts: Mapping[int, int], *, debug: bool
+        self,
+        slot_bytes: int,
+        working_slots: int,
+        cache_slots: int,
+        counts: Mapping[int, int],
+        *,
+        ahead_slots: int = 0,
+        debug: bool,
     ) -> None:
         quotas = divide(cache_slots, counts)
         self.slot_bytes = slot_bytes
-        self._buffers = [aligned_buffer(slot_bytes) for _ in range(working_slots + sum(quotas.values()))]
+        slots = working_slots + sum(quotas.values()) + ahead_slots
+        stride = page_ceil(slot_bytes)
+        region = huge_buffer(slots * stride)
+        self._buffers = [region[slot * stride : (slot + 1) * stride] for slot in range(slots)]
         self._views = [read_only(buffer) for buffer in self._buffers]
+        self._ahead: OrderedDict[ExpertKey, Resident] = OrderedDict()
         self._free = list(range(len(self._buffers)))
         self._kept = LayeredLru(quotas)
         self._residents: dict[ExpertKey, Resident] = {}
@@ -44,16 +61,33 @@ class SlotTable:
     def __len__(self) -> int:
         return len(self._buffers)
 
+    def __contains__(self, key: ExpertKey) -> bool:
+        return key in self._residents
+
+    @property
+    def has_free(self) -> bool:
+        """Whether `take_slot` would cost nothing."""
+        return bool(self._free)
+
+    @property
+    def ahead(self) -> int:
+        """Experts that are here on a guess."""
+        return len(self._ahead)
+
+    def is_ahead(self, key: ExpertKey) -> bool:
+        """Whether an expert is here on a guess."""
+        return key in self._ahead
+
     def buffer(self, slot: int) -> Bytes:
         """The writable buffer of a slot, for the reader that it is lent to."""
         return self._buffers[slot]
 
     def hold(self, key: ExpertKey) -> Resident | None:
-        """One holder more for an expert that is in RAM; None when it is not."""
+        """One holder more for an expert that is in RAM; None when it is not. It is not ahead from then on."""
         resident = self._residents.get(key)
         if resident is None:
             return None
-        if resident.holders == 0:
+        if resident.holders == 0 and self._ahead.pop(key, None) is None:
             taken = self._kept.take(key)
             assert taken, f"{key} is neither held nor kept"
         resident.holders += 1
@@ -69,7 +103,9 @@ class SlotTable:
                 self._evict(victim)
 
     def take_slot(self) -> int:
-        """Lend a slot for reading; what the cache has kept longest makes room if none is free."""
+        """Lend a slot for reading. If none is free, a guess makes room, else what the cache has kept longest."""
+        if not self._free and self._ahead:
+            self.drop_ahead()
         if not self._free:
             victim = self._kept.drop_oldest()
             assert victim is not None, "every slot is lent or held: the caller had no right to one"
@@ -83,6 +119,17 @@ class SlotTable:
         resident = Resident(key, slot, self._views[slot][begin:end], holders)
         self._residents[key] = resident
         return resident
+
+    def settle_ahead(self, key: ExpertKey, slot: int, begin: int, end: int) -> None:
+        """The lent slot now holds an expert that nobody has asked for yet."""
+        assert key not in self._residents
+        self._residents[key] = self._ahead[key] = Resident(key, slot, self._views[slot][begin:end])
+
+    def drop_ahead(self) -> None:
+        """Take back the slot of the oldest guess."""
+        key, resident = self._ahead.popitem(last=False)
+        del self._residents[key]
+        self.give_up(resident.slot)
 
     def give_up(self, slot: int) -> None:
         """The lent slot holds nothing of use."""

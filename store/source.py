@@ -17,6 +17,11 @@ What an `ExpertSource` promises:
 * After an error a stream is over: what was not yet handed out has been given back, leases already handed out
   stay valid until they are released. The source itself stays usable.
 
+* `prefetch` is a hint: a source may read what it names into RAM ahead of a request, when nothing that was asked
+  for is there to be read, or may do nothing. It changes no answer, takes no room that a request could use, and
+  raises no error of a drive: a request for the expert will meet it. An expert that is asked for while it is being
+  prefetched is read on as one that was asked for, not a second time.
+
 A request with a duplicate id is a mistake of the programmer (ValueError); an expert or layer that the model
 does not have is an `ExpertError`, since a container can hold fewer layers than the configuration names.
 """
@@ -62,6 +67,8 @@ class SourceStats:
     reads: int = 0  # pieces read, retries included
     read_bytes: int = 0  # bytes asked from the drives, retries included
     read_ns: int = 0  # time in reads, summed over threads
+    prefetched: int = 0  # experts whose reading was begun on a hint; their bytes are in read_bytes
+    prefetch_hits: int = 0  # of these, those that were asked for in time; also counted as hits or joined
     wait_ns: int = 0  # time that callers waited for an expert or for room
     checked_bytes: int = 0  # compared with their digest
     unchecked_bytes: int = 0  # not compared: no digest known, or not asked to
@@ -131,6 +138,13 @@ class ExpertSource(Protocol):
 
         ValueError for duplicates or a closed source; ExpertError for an unknown layer or expert. Taking from
         the stream raises DriveError or DamageError with file, offset, layer and expert, or BudgetError.
+        """
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
+        """Hint that these experts may be asked for soon, the likeliest first. Waits for nothing.
+
+        Returns a function that takes the hint back: what was not read and not asked for by then is left. It may
+        be called at any time, from any thread, and more than once. ValueError and ExpertError as for `lease`.
         """
 
     def stats(self) -> SourceStats:

@@ -10,7 +10,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -133,6 +133,10 @@ class FaultySource:
         """See `ExpertSource.lease`."""
         random_order = random.Random(self._random.random())
         return _FaultyStream(self._inner.lease(layer, experts), random_order, self._window, self._failures)
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
+        """Passed on."""
+        return self._inner.prefetch(layer, experts)
 
     def stats(self) -> SourceStats:
         """The inner source's counters."""

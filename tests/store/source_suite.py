@@ -163,6 +163,39 @@ class SourceSuite:
         gc.collect()
         assert opened.take_all(layer) == opened.right(layer)
 
+    def test_a_prefetch_changes_no_answer(self, opened: Opened) -> None:
+        for layer in opened.layers * 3:
+            cancel = opened.source.prefetch(layer, opened.experts(layer)[1:3])
+            assert opened.take_all(layer) == opened.right(layer)
+            cancel()
+            cancel()
+            opened.source.prefetch(layer, np.array([], dtype=np.int64))()
+        stats = opened.source.stats()
+        assert stats.hits + stats.joined + stats.misses == sum(len(opened.experts(i)) for i in opened.layers) * 3
+
+    def test_prefetches_that_nobody_uses_take_no_room(self, opened: Opened) -> None:
+        first, last = opened.layers[0], opened.layers[-1]
+        for layer in (first, last, first):
+            opened.source.prefetch(layer, opened.experts(layer))
+        held = list(opened.source.lease(first, opened.experts(first)))
+        held += list(opened.source.lease(last, opened.experts(last)))
+        for lease in held:
+            assert lease.payload.tobytes() == opened.payloads[ExpertKey(lease.layer, lease.expert)]
+            lease.release()
+
+    def test_a_prefetch_is_refused_like_a_request(self, opened: Opened) -> None:
+        layer = opened.layers[0]
+        with pytest.raises(ValueError, match="more than once"):
+            opened.source.prefetch(layer, [1, 1])
+        for wrong_layer, expert in ((layer, 100_000), (1000, 0)):
+            with pytest.raises(ExpertError):
+                opened.source.prefetch(wrong_layer, [expert])
+        cancel = opened.source.prefetch(layer, [0])
+        opened.source.close()
+        cancel()
+        with pytest.raises(ValueError, match="closed"):
+            opened.source.prefetch(layer, [0])
+
     def test_every_expert_asked_for_is_counted_once(self, opened: Opened) -> None:
         asked = 0
         for layer in opened.layers * 3:

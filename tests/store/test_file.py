@@ -103,6 +103,24 @@ class TestWithACache(TestThreeRoots):
     options: ClassVar[dict[str, Any]] = {"cache_bytes": 400_000, "verify": "first"}
 
 
+class TestInParts(TestThreeRoots):
+    """Experts are read page by page, in any order."""
+
+    options: ClassVar[dict[str, Any]] = {"part_bytes": 4096, "prefetch_slots": 2}
+
+
+class TestInPlaceInParts(TestInPlace):
+    options: ClassVar[dict[str, Any]] = {"part_bytes": 4096, "prefetch_slots": 2}
+
+
+class TestScatteredInParts(TestScattered):
+    options: ClassVar[dict[str, Any]] = {"part_bytes": 4096, "prefetch_slots": 1, "threads": 1}
+
+
+class TestWithRoomForPrefetches(TestThreeRoots):
+    options: ClassVar[dict[str, Any]] = {"prefetch_slots": 3, "cache_bytes": 100_000}
+
+
 class TestOneThread(TestThreeRoots):
     options: ClassVar[dict[str, Any]] = {"threads": 1}
 
@@ -114,7 +132,7 @@ class TestShortAndInterruptedReads(TestThreeRoots):
 
 
 class TestInPlaceShortAndInterrupted(TestInPlace):
-    options: ClassVar[dict[str, Any]] = {"opener": DriveFaults(noise=0.33, seed=2).open}
+    options: ClassVar[dict[str, Any]] = {"opener": DriveFaults(noise=0.33, seed=2).open, "part_bytes": 8192}
 
 
 class TestShuffled(SourceSuite):
@@ -123,7 +141,7 @@ class TestShuffled(SourceSuite):
     @pytest.fixture
     def opened(self, built: Built, model: Container) -> Iterator[Opened]:
         def again(*, debug: bool = False) -> FaultySource:
-            return FaultySource(FileSource(model, working_slots=SLOTS, debug=debug), seed=3)
+            return FaultySource(FileSource(model, working_slots=SLOTS, prefetch_slots=2, debug=debug), seed=3)
 
         source = again()
         yield Opened(source, built.payloads, again)
@@ -614,10 +632,13 @@ def test_a_thread_that_waits_is_woken_by_close(model: Container) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"cache_bytes": -1}, {"working_slots": 0}, {"threads": 0}, {"verify": "sometimes"}, {"max_open_files": -1}],
-)
+    [
+        {"cache_bytes": -1}, {"working_slots": 0}, {"prefetch_slots": -1}, {"threads": 0}, {"verify": "sometimes"},
+        {"part_bytes": 0}, {"part_bytes": 5000}, {"max_open_files": -1},
+    ],
+)  # fmt: skip
 def test_impossible_settings_are_refused(model: Container, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"make no source|verify must be|limit of open files"):
+    with pytest.raises(ValueError, match=r"make no source|verify must be|whole pages|limit of open files"):
         FileSource(model, **options)
 
 

@@ -1,0 +1,98 @@
+"""Holds up that an expert read in parts is the expert, and that a part that fails costs one more read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from containers import Built, build_container, flip
+from faults import DriveFaults, Fault
+from hypothesis import given
+from hypothesis import strategies as st
+
+from k3.container.direct import span_bytes
+from k3.container.errors import DamageError, DriveError
+from k3.container.keys import PAGE_BYTES, ExpertKey, Extent
+from k3.container.reader import Container
+from k3.store.fetch import Piece, split
+from k3.store.file import FileSource
+
+EXPERTS = 5
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Built:
+    return build_container(tmp_path / "home")
+
+
+@pytest.fixture
+def model(built: Built) -> Iterator[Container]:
+    container = Container.open(built.home)
+    yield container
+    container.close()
+
+
+@given(
+    offset=st.integers(0, 5 * PAGE_BYTES),
+    nbytes=st.integers(1, 9 * PAGE_BYTES),
+    start_page=st.integers(0, 3),
+    pages=st.integers(1, 4),
+)
+def test_parts_cover_a_piece_once_and_stay_in_their_place(
+    offset: int, nbytes: int, start_page: int, pages: int
+) -> None:
+    start, capacity = start_page * PAGE_BYTES, span_bytes(offset, nbytes)
+    piece = Piece(Extent(Path("x"), offset, nbytes, nbytes, None), start, capacity)
+    parts = split(piece, pages * PAGE_BYTES)
+    at, place = offset, start
+    for part in parts:
+        assert (part.offset, part.start) == (at, place)  # in the file and in the buffer, one after the other
+        assert 0 < part.nbytes <= part.capacity <= pages * PAGE_BYTES
+        assert span_bytes(part.offset, part.nbytes) <= part.capacity
+        at, place = part.offset + part.nbytes, part.start + part.capacity
+    assert (at, place) == (offset + nbytes, start + capacity)
+
+
+def take_one(source: FileSource, expert: int) -> bytes:
+    (lease,) = source.lease(1, [expert])
+    with lease:
+        return lease.payload.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["eio", "flip"])
+def test_one_bad_part_costs_one_read_of_the_whole(built: Built, model: Container, kind: str) -> None:
+    path, extent = built.piece(1, 2)
+    faults = DriveFaults([Fault(kind, path, extent.offset + 2 * PAGE_BYTES + 5)])  # type: ignore[arg-type]
+    source = FileSource(model, opener=faults.open, part_bytes=PAGE_BYTES)
+    assert take_one(source, 2) == built.payloads[ExpertKey(1, 2)]
+    stats = source.stats()
+    assert (stats.reads, stats.retries, stats.read_bytes) == (2, 1, 2 * extent.stored_bytes)
+    source.close()
+
+
+def test_a_part_that_stays_bad_names_its_place(built: Built, model: Container) -> None:
+    path, extent = built.piece(1, 2)
+    bad = extent.offset + 2 * PAGE_BYTES
+    source = FileSource(model, opener=DriveFaults([Fault("eio", path, bad, times=2)]).open, part_bytes=PAGE_BYTES)
+    with pytest.raises(DriveError) as raised:
+        take_one(source, 2)
+    assert (raised.value.path, raised.value.layer, raised.value.expert) == (str(path), 1, 2)
+    flip(path, bad)
+    with pytest.raises(DamageError, match="instead of"):
+        take_one(source, 2)
+    flip(path, bad)
+    assert take_one(source, 2) == built.payloads[ExpertKey(1, 2)]
+    source.close()
+
+
+def test_experts_come_one_after_the_other(built: Built, model: Container) -> None:
+    """All threads work on the first expert before any is at the second: it comes while the others stall."""
+    path, extent = built.piece(1, 1)
+    faults = DriveFaults([Fault("stall", path, extent.offset, times=100)])
+    source = FileSource(model, opener=faults.open, part_bytes=PAGE_BYTES, threads=2)
+    stream = source.lease(1, [0, 1])
+    assert next(stream).expert == 0
+    faults.resume()
+    assert next(stream).expert == 1
+    source.close()

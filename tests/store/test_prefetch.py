@@ -1,0 +1,320 @@
+"""Holds up that prefetches of a file source are hints: read last, bounded, taken back, never lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers import Built, build_container, flip
+from faults import DriveFaults, Fault
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store.source_suite import run_threads
+
+from k3.container.direct import ReadFile
+from k3.container.errors import DamageError
+from k3.container.keys import PAGE_BYTES, ExpertKey, Extent
+from k3.container.reader import Container
+from k3.store.fetch import Piece
+from k3.store.file import FileSource
+from k3.store.flights import Flight, FlightQueue, Job
+
+EXPERTS = 5
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Built:
+    return build_container(tmp_path / "home")
+
+
+@pytest.fixture
+def model(built: Built) -> Iterator[Container]:
+    container = Container.open(built.home)
+    yield container
+    container.close()
+
+
+def take(source: FileSource, built: Built, layer: int, experts: list[int]) -> None:
+    for lease in source.lease(layer, experts):
+        with lease:
+            assert lease.payload.tobytes() == built.payloads[ExpertKey(layer, lease.expert)]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.001)
+
+
+def hold_everything(source: FileSource, layer: int, count: int) -> None:
+    """As many leases at once as the source has room for: none was lost."""
+    for lease in list(source.lease(layer, range(count))):
+        lease.release()
+
+
+class Gate:
+    """A drive on which every read waits for `open`, and which notes the order in which reads begin."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self._gate = threading.Event()
+
+    def opener(self, path: Path, direct: bool) -> ReadFile:
+        return ReadFile(path, direct=direct, preadv=self._preadv)
+
+    def open(self) -> None:
+        self._gate.set()
+
+    def _preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        self.begun.append(offset)
+        assert self._gate.wait(20)
+        return os.preadv(fd, buffers, offset)
+
+
+def test_a_prefetched_expert_is_there_when_it_is_asked_for(built: Built, model: Container) -> None:
+    source = FileSource(model, prefetch_slots=2)
+    source.prefetch(1, [3, 4, 0])  # the likeliest two have room
+    wait_until(lambda: source.stats().reads == 2)
+    take(source, built, 1, [3, 4])
+    stats = source.stats()
+    assert (stats.hits, stats.joined, stats.misses) == (2, 0, 0)
+    assert (stats.prefetched, stats.prefetch_hits) == (2, 2)
+    assert stats.checked_bytes == stats.read_bytes > 0
+    source.close()
+
+
+def test_without_room_for_prefetches_nothing_is_read(built: Built, model: Container) -> None:
+    source = FileSource(model)
+    source.prefetch(1, [0, 1])
+    take(source, built, 2, [0])
+    assert (source.stats().reads, source.stats().prefetched) == (1, 0)
+    source.close()
+
+
+def test_an_expert_asked_for_while_it_is_prefetched_is_read_once(built: Built, model: Container) -> None:
+    gate = Gate()
+    source = FileSource(model, prefetch_slots=1, opener=gate.opener, part_bytes=PAGE_BYTES, threads=2)
+    source.prefetch(1, [2])
+    wait_until(lambda: len(gate.begun) == 1)
+    stream = source.lease(1, [2])
+    wait_until(lambda: len(gate.begun) == 2)  # no longer a guess, so no longer one thread's work
+    gate.open()
+    with next(stream) as lease:
+        assert lease.payload.tobytes() == built.payloads[ExpertKey(1, 2)]
+    stats = source.stats()
+    assert (stats.hits, stats.joined, stats.misses, stats.reads) == (0, 1, 0, 1)
+    assert (stats.prefetched, stats.prefetch_hits) == (1, 1)
+    assert len(gate.begun) == len(set(gate.begun))
+    source.close()
+
+
+def test_what_is_asked_for_goes_before_guesses(built: Built, model: Container) -> None:
+    """One thread: a guess of two experts waits, half read, until everything asked for has been begun."""
+    gate = Gate()
+    source = FileSource(model, prefetch_slots=2, opener=gate.opener, part_bytes=2 * PAGE_BYTES, threads=1)
+    source.prefetch(1, [0, 1])
+    wait_until(lambda: len(gate.begun) == 1)
+    stream = source.lease(1, [3, 4])
+    gate.open()
+    held = list(stream)
+    wait_until(lambda: source.stats().reads == 4)
+    places = [built.piece(1, expert)[1] for expert in range(EXPERTS)]
+    order = [
+        next(number for number, extent in enumerate(places) if 0 <= at - extent.offset < extent.stored_bytes)
+        for at in gate.begun
+    ]
+    assert [expert for expert, _ in itertools.groupby(order)] == [0, 3, 4, 0, 1]
+    for lease in held:
+        lease.release()
+    source.close()
+
+
+def test_guesses_leave_threads_for_what_is_asked_for(built: Built, model: Container) -> None:
+    """A drive on which every guess hangs: half of the threads are still there for others."""
+    path, _ = built.piece(1, 0)
+    faults = DriveFaults([Fault("stall", path, times=100)])
+    source = FileSource(model, prefetch_slots=4, opener=faults.open, threads=4)
+    source.prefetch(1, [0, 1, 2, 3])
+    wait_until(lambda: len(faults.struck) == 2)
+    take(source, built, 2, list(range(EXPERTS)))
+    assert len(faults.struck) == 2
+    faults.resume()
+    take(source, built, 1, list(range(EXPERTS)))
+    source.close()
+
+
+def test_a_hint_taken_back_frees_its_room(built: Built, model: Container) -> None:
+    gate = Gate()
+    source = FileSource(model, prefetch_slots=2, opener=gate.opener, part_bytes=PAGE_BYTES, threads=2)
+    cancel = source.prefetch(1, [0, 1])
+    wait_until(lambda: len(gate.begun) == 1)
+    cancel()  # one part is being read; no more are
+    gate.open()
+    wait_until(lambda: source.stats().read_bytes == PAGE_BYTES)
+    take(source, built, 1, list(range(EXPERTS)))
+    stats = source.stats()
+    assert (stats.misses + stats.joined, stats.hits, stats.prefetch_hits) == (EXPERTS, 0, stats.joined)
+    source.prefetch(2, [0, 1])
+    wait_until(lambda: source.stats().prefetched == 3)
+    take(source, built, 2, [0, 1])
+    assert source.stats().prefetch_hits == 2 + stats.prefetch_hits
+    source.close()
+
+
+def test_a_guess_that_was_dropped_half_read_can_still_be_asked_for(built: Built, model: Container) -> None:
+    gate = Gate()
+    source = FileSource(model, prefetch_slots=1, opener=gate.opener, part_bytes=PAGE_BYTES, threads=2)
+    cancel = source.prefetch(1, [2])
+    wait_until(lambda: len(gate.begun) == 1)
+    cancel()
+    stream = source.lease(1, [2])
+    gate.open()
+    with next(stream) as lease:
+        assert lease.payload.tobytes() == built.payloads[ExpertKey(1, 2)]
+    assert (source.stats().joined, source.stats().reads) == (1, 1)
+    hold_everything(source, 1, EXPERTS)
+    source.close()
+
+
+def test_new_guesses_displace_old_ones_and_nothing_else(built: Built, model: Container) -> None:
+    slot_bytes = FileSource(model).stats().slot_bytes
+    source = FileSource(model, prefetch_slots=2, cache_bytes=2 * EXPERTS * slot_bytes)
+    take(source, built, 2, list(range(EXPERTS)))
+    for pair in ([0, 1], [1, 2], [3, 4]):
+        before = source.stats().prefetched
+        source.prefetch(1, pair)
+        wait_until(lambda before=before: source.stats().prefetched > before and source.stats().reads > before)
+    wait_until(lambda: source.stats().reads == EXPERTS + source.stats().prefetched)
+    take(source, built, 2, list(range(EXPERTS)))
+    stats = source.stats()
+    assert (stats.hits, stats.evictions) == (EXPERTS, 0)
+    take(source, built, 1, [3, 4])
+    assert source.stats().hits == EXPERTS + 2
+    source.close()
+
+
+def test_a_damaged_guess_is_told_to_whoever_asks(built: Built, model: Container) -> None:
+    path, extent = built.piece(1, 3)
+    flip(path, extent.offset + 5)
+    source = FileSource(model, prefetch_slots=1, working_slots=EXPERTS)
+    for _ in range(3):
+        source.prefetch(1, [3])
+        wait_until(lambda: source.stats().reads % 2 == 0 and source.stats().reads > 0)
+    with pytest.raises(DamageError) as raised:
+        take(source, built, 1, [3])
+    assert (raised.value.layer, raised.value.expert) == (1, 3)
+    hold_everything(source, 2, EXPERTS)
+    source.close()
+
+
+def test_closing_with_guesses_under_way(model: Container) -> None:
+    before = threading.active_count()
+    gate = Gate()
+    source = FileSource(model, prefetch_slots=3, opener=gate.opener)
+    cancel = source.prefetch(1, [0, 1, 2])
+    threading.Timer(0.05, gate.open).start()
+    source.close()
+    cancel()
+    wait_until(lambda: threading.active_count() <= before)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_random_life_with_prefetches(built: Built, model: Container, seed: int) -> None:
+    """Four threads, noise, hints taken back or not, streams given up: always the right bytes, no room lost."""
+    slot_bytes = FileSource(model).stats().slot_bytes
+    source = FileSource(
+        model, opener=DriveFaults(noise=0.1, seed=seed).open, working_slots=6, prefetch_slots=1 + seed,
+        cache_bytes=seed * slot_bytes, threads=3, part_bytes=PAGE_BYTES,
+    )  # fmt: skip
+
+    def work(number: int) -> None:
+        dice = random.Random(10 * seed + number)
+        cancel: Callable[[], None] | None = None
+        for _ in range(40):
+            layer = dice.choice((1, 2))
+            if dice.random() < 0.7:
+                cancel = source.prefetch(layer, dice.sample(range(EXPERTS), dice.randint(1, 4)))
+            asked = dice.sample(range(EXPERTS), dice.randint(1, 3))
+            stream = source.lease(layer, asked)
+            if cancel is not None and dice.random() < 0.5:
+                cancel()
+            for lease in itertools.islice(stream, dice.randint(0, len(asked))):
+                with lease:
+                    assert lease.payload.tobytes() == built.payloads[ExpertKey(layer, lease.expert)]
+            if dice.random() < 0.5:
+                stream.close()
+            del stream
+
+    bodies: list[Callable[[], Any]] = [partial(work, number) for number in range(4)]
+    run_threads(*bodies)
+    stats = source.stats()
+    assert stats.prefetch_hits <= stats.prefetched
+    hold_everything(source, 1, EXPERTS)
+    hold_everything(source, 2, EXPERTS)
+    source.close()
+
+
+# The queue alone, against what it promises
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["ask", "guess", "read", "end", "promote", "drop"]), st.integers(0, 9))
+    )
+)
+def test_the_queue_reads_every_part_once_and_guesses_last(steps: list[tuple[str, int]]) -> None:
+    queue: FlightQueue[int] = FlightQueue(2)
+    flights: list[Flight[int]] = []
+    running: list[Job[int]] = []
+    for what, number in steps:
+        guesses = [flight for flight in flights if flight.guess is not None and not flight.is_dropped]
+        if what in ("ask", "guess"):
+            pages = 1 + number % 3
+            piece = Piece(
+                Extent(Path("x"), 0, pages * PAGE_BYTES, pages * PAGE_BYTES, None), 0, pages * PAGE_BYTES
+            )
+            guess = object() if what == "guess" else None
+            flights.append(Flight(ExpertKey(1, len(flights)), 0, [piece], PAGE_BYTES, check=False, guess=guess))
+            queue.add(flights[-1])
+        elif what == "read":
+            asked = [flight for flight in flights if flight.guess is None and flight.unread]
+            job = queue.next()
+            if asked:
+                assert job is not None
+                assert job.flight.guess is None
+            elif job is not None:
+                assert job.is_guess
+                assert sum(other.is_guess for other in running) < 2
+            else:
+                assert sum(other.is_guess for other in running) == 2 or not any(f.unread for f in guesses)
+            if job is not None:
+                running.append(job)
+        elif what == "end" and running:
+            job = running.pop(number % len(running))
+            gone = queue.done(job)
+            assert gone == (job.flight.is_dropped and all(other.flight is not job.flight for other in running))
+        elif what == "promote" and guesses:
+            flight = guesses[number % len(guesses)]
+            assert queue.promote(flight) == len(flight.unread)
+        elif what == "drop" and any(flight.unread for flight in guesses):
+            flight = next(flight for flight in guesses if flight.unread)
+            assert queue.drop(flight) == all(job.flight is not flight for job in running)
+    while (job := queue.next()) is not None:
+        queue.done(job)
+    for job in running:
+        queue.done(job)
+    while (job := queue.next()) is not None:
+        queue.done(job)
+    for flight in flights:
+        assert flight.is_dropped or not flight.unread
+        assert flight.running == 0
