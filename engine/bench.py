@@ -2,8 +2,8 @@
 
 A test is repeated on sequences of random token ids, every repetition on another one, and begins with a repetition
 that is not counted. Ids depend on the seed, the lengths of the test and the repetition alone, so that two runs, or
-two chunk sizes, meet the same experts. Text and sampling play no part. Before each test it is measured how fast
-memory and drives are read: shares are of that.
+two chunk sizes, meet the same experts. Text and sampling play no part. How fast memory is read is measured around
+each repetition, how fast the drives are before each test: shares are of that.
 
 What the drives did not do is not called theirs: see `_reads_from`. Main thread only.
 """
@@ -26,7 +26,7 @@ from k3.container.keys import Encoding
 from k3.container.reader import Container
 from k3.container.snapshot import Snapshot
 from k3.engine.bench_table import Format, Machine, ReadsFrom, Result, Sample, Table, Workload, open_table
-from k3.engine.ceilings import drive_rate, memory_rate
+from k3.engine.ceilings import MemoryMeter, drive_rate
 from k3.engine.model import Model
 from k3.engine.opening import FoundModel, find_model, load_model
 from k3.engine.plan import dense_bytes
@@ -71,7 +71,8 @@ def bench(settings: BenchSettings) -> None:
         model, experts = _load(found, settings, tests)
         stack.callback(experts.close)
         table = open_table(settings.form, sys.stdout)
-        measuring = _Measuring(found, model, experts, settings, table)
+        meter = stack.enter_context(MemoryMeter(kernels.get_threads()))
+        measuring = _Measuring(found, model, experts, settings, table, meter)
         try:
             for test in tests:
                 measuring.run(test)
@@ -129,13 +130,20 @@ class _Measuring:
     """One loaded model and the table that its results go to."""
 
     def __init__(
-        self, found: FoundModel, model: Model, experts: ExpertSource, settings: BenchSettings, table: Table
+        self,
+        found: FoundModel,
+        model: Model,
+        experts: ExpertSource,
+        settings: BenchSettings,
+        table: Table,
+        meter: MemoryMeter,
     ) -> None:
         self._found = found
         self._model = model
         self._experts = experts
         self._settings = settings
         self._table = table
+        self._meter = meter
         self._moe_layers = [layer for layer in model.config.layers if layer in model.config.moe_layers]
         self._machine = _machine(found, model, settings.model, self._moe_layers)
         expert_bytes = found.source.expert_layout(self._moe_layers[0]).payload_bytes if self._moe_layers else 0
@@ -149,7 +157,6 @@ class _Measuring:
     def run(self, test: Workload) -> None:
         """Measure one test and print its row; after an interruption the row of what there is."""
         began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        memory = memory_rate(kernels.get_threads())
         drive = self._drive_rate()
         samples: list[Sample] = []
         device_before = device_read_bytes()
@@ -164,7 +171,7 @@ class _Measuring:
             if samples:
                 origin = self._reads_from(sum(sample.read_bytes for sample in samples), device_before)
                 repetitions = self._settings.repetitions
-                self._table.row(Result(self._machine, test, began, repetitions, samples, memory, drive, origin))
+                self._table.row(Result(self._machine, test, began, repetitions, samples, drive, origin))
             if len(samples) < self._settings.repetitions and self._settings.form != "json":
                 sys.stderr.write(f"\n{test.name}: {len(samples)} of {self._settings.repetitions} repetitions\n")
 
@@ -174,6 +181,7 @@ class _Measuring:
         session = Session(self._model, len(ids), test.batch)
         if test.depth:
             session.prefill(ids[: test.depth])
+        rate_before = self._meter.bytes_per_s()
         before = self._experts.stats()
         began_ns = time.monotonic_ns()
         if test.prompt:
@@ -192,6 +200,7 @@ class _Measuring:
             wait_ns=after.wait_ns - before.wait_ns,
             asked=asked,
             hits=hits,
+            memory_rate=(rate_before + self._meter.bytes_per_s()) / 2,
         )
 
     def _drive_rate(self) -> float | None:

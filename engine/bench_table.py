@@ -53,6 +53,7 @@ class Sample:
     wait_ns: int  # time spent waiting for experts
     asked: int  # experts asked for
     hits: int  # of them, those in the engine's cache
+    memory_rate: float  # bytes per second at which memory was read just before and just after
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One test with all that was measured around it. Rates in bytes per second; `drive_rate` None when it was
-    not measured. `repetitions` is what was asked for; there are fewer samples after an interruption."""
+    """One test with all that was measured around it. `drive_rate` in bytes per second, None when it was not
+    measured. `repetitions` is what was asked for; there are fewer samples after an interruption."""
 
     machine: Machine
     test: Workload
     time: str
     repetitions: int
     samples: Sequence[Sample]
-    memory_rate: float
     drive_rate: float | None
     reads_from: ReadsFrom
 
@@ -97,8 +97,13 @@ class Result:
         return [self.test.tokens / sample.elapsed_ns * 1e9 for sample in self.samples]
 
     @property
+    def memory_rate(self) -> float:
+        """Bytes per second that memory could have delivered while the repetitions ran."""
+        return sum(sample.memory_rate * sample.elapsed_ns for sample in self.samples) / self.elapsed_ns
+
+    @property
     def memory_share(self) -> float:
-        """The least bytes that had to be read, per second, against the rate at which memory is read."""
+        """The least bytes that had to be read, per second, against that rate."""
         moved_bytes = sum(sample.moved_bytes for sample in self.samples)
         return moved_bytes / self.elapsed_ns * 1e9 / self.memory_rate
 
@@ -289,7 +294,7 @@ def note(results: Sequence[Result]) -> str:
         lines.append(f"of drive: expert bytes read per second, against the drives' {drive / 1e9:.3g} GB/s")
     else:
         lines.append("of drive: the drives were not measured")
-    lines.append("Both ceilings were measured before each test of this run; medians are shown.")
+    lines.append("Both were measured in this run, memory around each repetition, the drives before each test.")
     if any(result.reads_from == "page cache" for result in results):
         lines.append("page cache: these experts came through the page cache, so this is no rate of a drive.")
     if any(result.reads_from == "daemon" for result in results):

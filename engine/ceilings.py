@@ -1,12 +1,12 @@
 """What the machine could do at best: the rate at which memory is read, and at which the model's drives are.
 
-Every figure that is printed beside one of these rates was measured in the same run. Both take a moment (under a
-second together) and leave nothing behind; one thread calls them, theirs end before they return.
+Every figure that is printed beside one of these rates was measured in the same run. One thread uses them.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from k3.store.file import DEFAULT_THREADS
 MEMORY_BYTES = 512 << 20
 """Read in one go, far more than a cache holds."""
 
-MEMORY_S = 0.3
+MEMORY_PASSES = 3
 DRIVE_S = 0.7
 
 SAMPLE_EXPERTS = 512
@@ -40,23 +41,44 @@ class DriveRate:
     direct: bool
 
 
-def memory_rate(threads: int, seconds: float = MEMORY_S) -> float:
-    """Bytes per second at which `threads` threads read memory: the best of the passes that fit in `seconds`.
+class MemoryMeter:
+    """Measures again and again how fast memory is read. Holds `MEMORY_BYTES` of it while it lives.
 
-    Two buffers are compared (`kernels.first_difference`), which reads both and does nothing else.
+    Other guests of a host make the rate jump by a factor of two from one moment to the next, so it is worth
+    something only close to what it is compared with.
     """
-    left = np.full(MEMORY_BYTES // 2, 7, np.uint8)
-    right = left.copy()
-    parts = list(zip(np.array_split(left, threads), np.array_split(right, threads), strict=True))
-    best, stop_s = 0.0, time.perf_counter() + seconds
-    with ThreadPoolExecutor(threads) as pool:
-        while True:
+
+    def __init__(self, threads: int, nbytes: int = MEMORY_BYTES) -> None:
+        self._nbytes = nbytes
+        left = np.full(nbytes // 2, 7, np.uint8)
+        right = left.copy()
+        self._parts = list(zip(np.array_split(left, threads), np.array_split(right, threads), strict=True))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="k3-memory")
+
+    def bytes_per_s(self) -> float:
+        """The median of a few passes over the buffers, some 50 ms together.
+
+        Two buffers are compared (`kernels.first_difference`), which reads both and does nothing else.
+        """
+        rates = []
+        for _ in range(MEMORY_PASSES):
             began_s = time.perf_counter()
-            list(pool.map(lambda pair: kernels.first_difference(*pair), parts))
-            now_s = time.perf_counter()
-            best = max(best, MEMORY_BYTES / (now_s - began_s))
-            if now_s >= stop_s:
-                return best
+            list(self._pool.map(lambda pair: kernels.first_difference(*pair), self._parts))
+            rates.append(self._nbytes / (time.perf_counter() - began_s))
+        return statistics.median(rates)
+
+    def close(self) -> None:
+        """End the threads and let go of the memory."""
+        self._pool.shutdown()
+        self._parts.clear()
+
+    def __enter__(self) -> MemoryMeter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def drive_rate(

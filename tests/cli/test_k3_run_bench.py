@@ -17,7 +17,7 @@ from daemons import daemon_inside
 from engines import VECTORS
 
 from k3.engine import bench
-from k3.engine.ceilings import DriveRate
+from k3.engine.ceilings import DriveRate, MemoryMeter
 from k3.engine.cli import main
 from k3.engine.session import Session
 from k3.repack.request import RepackRequest
@@ -31,7 +31,7 @@ TINY = str(VECTORS / "tiny_s1")
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings without the second that measuring them takes."""
-    monkeypatch.setattr(bench, "memory_rate", lambda threads: 10e9)
+    monkeypatch.setattr(bench, "MemoryMeter", lambda threads: MemoryMeter(threads, nbytes=1 << 16))
     monkeypatch.setattr(bench, "drive_rate", lambda source, layers, seed: DriveRate(1e9, direct=True))
 
 
@@ -266,10 +266,10 @@ def test_an_interrupt_keeps_what_was_measured(form: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("form", ["md", "json", "csv"])
 def test_an_interrupt_before_anything_was_measured(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(threads: int) -> float:
+    def interrupted(source: object, layers: object, seed: int) -> DriveRate:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "memory_rate", interrupted)
+    monkeypatch.setattr(bench, "drive_rate", interrupted)
     result = k3_bench("--snapshot", TINY, "-o", form)
     assert result.exit_code == 130
     assert result.stdout == ("[]\n" if form == "json" else "")

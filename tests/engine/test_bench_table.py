@@ -27,11 +27,14 @@ MACHINE = Machine(
     direct=True,
 )  # fmt: skip
 SECOND = 10**9
-SAMPLES = (Sample(2 * SECOND, 8 * 10**9, 3 * 10**9, SECOND, 32, 8), Sample(SECOND, 8 * 10**9, 0, 0, 32, 24))
+SAMPLES = (
+    Sample(2 * SECOND, 8 * 10**9, 3 * 10**9, SECOND, 32, 8, 15e9),
+    Sample(SECOND, 8 * 10**9, 0, 0, 32, 24, 30e9),
+)
 
 
 def result(reads_from: ReadsFrom = "drive", drive_rate: float | None = 2e9) -> Result:
-    return Result(MACHINE, Workload(0, 4, 0, 1), "2026-11-29T12:00:00Z", 2, SAMPLES, 20e9, drive_rate, reads_from)
+    return Result(MACHINE, Workload(0, 4, 0, 1), "2026-11-29T12:00:00Z", 2, SAMPLES, drive_rate, reads_from)
 
 
 def printed(form: Format, *results: Result) -> str:
@@ -64,6 +67,7 @@ def test_a_result_is_told_in_full() -> None:
     told = fields(result())
     assert (told["avg_ns"], told["stddev_ns"]) == (1_500_000_000, 707_106_781)
     assert (told["avg_ts"], told["stddev_ts"]) == (3.0, pytest.approx(1.414214))  # of 2 and 4 tokens per second
+    assert told["memory_gb_per_s"] == 20.0  # 15 for two seconds, 30 for one
     assert told["memory_share"] == round(16e9 / 3 / 20e9, 4)
     assert told["drive_share"] == 0.5
     assert told["read_bytes_per_token"] == 375_000_000

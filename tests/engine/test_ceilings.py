@@ -9,13 +9,13 @@ from engines import snapshot
 
 from k3.container.errors import DriveError
 from k3.engine import ceilings
-from k3.engine.ceilings import drive_rate, memory_rate
+from k3.engine.ceilings import MemoryMeter, drive_rate
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_memory(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "MEMORY_BYTES", 1 << 20)
-    assert memory_rate(threads, seconds=0) > 0
+def test_memory(threads: int) -> None:
+    with MemoryMeter(threads, nbytes=1 << 20) as meter:
+        assert meter.bytes_per_s() > 0
 
 
 @pytest.mark.parametrize("depth", [1, 8])
