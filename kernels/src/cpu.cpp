@@ -57,20 +57,29 @@ bool names_cpu(const std::string& controllers) {
 
 }  // namespace
 
-int affinity_cpus() {
+CpuMask::CpuMask() {
     // The mask may be wider than cpu_set_t on large machines: grow until the kernel accepts the size.
-    for (int cpus = 1024; cpus <= 1 << 20; cpus *= 2) {
-        cpu_set_t* set = CPU_ALLOC(cpus);
-        if (set == nullptr) break;
-        const size_t size = CPU_ALLOC_SIZE(cpus);
-        CPU_ZERO_S(size, set);
-        const bool known = sched_getaffinity(0, size, set) == 0;
-        const int count = known ? CPU_COUNT_S(size, set) : 0;
-        CPU_FREE(set);
-        if (known) return std::max(1, count);
+    for (size_t cpus = 1024; cpus <= 1 << 20 && count_ == 0; cpus *= 2) {
+        bits_.assign(cpus / (8 * sizeof(unsigned long)), 0);
+        const size_t bytes = CPU_ALLOC_SIZE(cpus);
+        auto* const set = reinterpret_cast<cpu_set_t*>(bits_.data());
+        if (sched_getaffinity(0, bytes, set) == 0) count_ = CPU_COUNT_S(bytes, set);
     }
-    return std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
+    if (count_ > 0) return;
+    bits_.clear();
+    count_ = std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
 }
+
+void CpuMask::give_to(pthread_t thread, int except) const {
+    if (bits_.empty()) return;
+    std::vector<unsigned long> bits = bits_;
+    const size_t bytes = bits.size() * sizeof(unsigned long);
+    auto* const set = reinterpret_cast<cpu_set_t*>(bits.data());
+    if (except >= 0 && count_ > 1) CPU_CLR_S(except, bytes, set);
+    pthread_setaffinity_np(thread, bytes, set);
+}
+
+int affinity_cpus() { return CpuMask().count(); }
 
 int quota_cpus(const std::string& cgroup_file, const std::string& root) {
     std::ifstream file(cgroup_file);
