@@ -118,6 +118,11 @@ class _RunOrBench(click.Command):
     help="Go on from the timeline saved in this file, if it is there, and save it there at the end. "
     "A prompt may be left out, or must begin with what was taken in.",
 )
+@click.option(
+    "--plan", is_flag=True, help="Load nothing: print what would be held in memory, and what a token would cost."
+)
+@click.option("--drive-gb-per-s", type=Real(0, above=True), help="With --plan: this rate, not a measured one.")
+@click.option("--memory-gb-per-s", type=Real(0, above=True), help="With --plan: this rate, not a measured one.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout: tokens as they come, then a summary.")
 def main(**options: Any) -> None:
     """Continue a prompt with a Kimi K3 model.
@@ -129,8 +134,16 @@ def main(**options: Any) -> None:
     --prompt.)
     """
     settings = _settings(options)
+    rates = [options[key] and options[key] * 1e9 for key in ("drive_gb_per_s", "memory_gb_per_s")]
+    if not options["plan"] and any(rates):
+        raise click.UsageError("--drive-gb-per-s and --memory-gb-per-s are for --plan.")
 
     def body() -> None:
+        if options["plan"]:
+            from k3.engine.planning import PlanOptions, print_plan
+
+            print_plan(settings, PlanOptions(*rates))
+            return
         from k3.engine.run import run
 
         run(settings)
@@ -162,10 +175,10 @@ def _settings(options: dict[str, Any]) -> RunSettings:
 
 
 def _prompt(options: dict[str, Any]) -> tuple[tuple[int, ...] | None, str | None]:
-    """The one prompt that was given, as ids or as text; none with --state."""
+    """The one prompt that was given, as ids or as text; there may be none with --state or --plan."""
     given = [key for key in ("ids", "text", "prompt", "prompt_file") if options[key] is not None]
     names = {"ids": "--ids", "text": "TEXT", "prompt": "--prompt", "prompt_file": "--prompt-file"}
-    if not given and options["state"] is not None:
+    if not given and (options["state"] is not None or options["plan"]):
         return None, None
     if not given:
         raise click.UsageError("No prompt: give TEXT, --prompt, --prompt-file or --ids.")
@@ -198,7 +211,7 @@ def _seed(options: dict[str, Any]) -> int:
     """The seed that was given, or a fresh one that the user is told, so that the draw can be repeated."""
     if options["seed"] is not None:
         return int(options["seed"])
-    if options["temperature"] == 0:
+    if options["temperature"] == 0 or options["plan"]:
         return 0
     import secrets
 

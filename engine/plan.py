@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from k3.container.keys import Encoding, tensor_bytes
@@ -27,14 +28,50 @@ AUTO_CACHE_SHARE = 0.8
 
 Source: TypeAlias = Container | Snapshot | DaemonModel
 
+DENSE_PARTS = (
+    "embeddings", "KDA attention", "MLA attention", "dense MLP", "shared experts", "latent projections", "routers",
+    "head", "norms and other vectors",
+)  # fmt: skip
+"""What dense weights are for, in the order in which they are printed."""
+
+_IN_LAYER = {
+    "mlp": "dense MLP",
+    "block_sparse_moe.shared_experts": "shared experts",
+    "block_sparse_moe.routed_expert_down_proj": "latent projections",
+    "block_sparse_moe.routed_expert_up_proj": "latent projections",
+    "block_sparse_moe.gate": "routers",
+}
+
+
+_OTHER_MATRICES = ("embed_tokens", "lm_head", "gate", "kv_a_proj_with_mqa")
+"""Names of matrices that do not end in _proj."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The need of a run, the limit it has to keep to, and the bytes that its expert cache gets."""
+    """The need of a run, the limit it has to keep to, and where the bytes go.
+
+    `parts` is the need's `dense_bytes` by what they are for; `cached_experts` are how many the cache holds, of
+    `experts` in all.
+    """
 
     need: Need
     limit: Limit
-    cache_bytes: int
+    parts: Mapping[str, int]
+    capacity: int
+    slot_bytes: int
+    experts: int
+    expert_bytes: int  # of the largest
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the run's own expert cache gets."""
+        return self.need.cache_bytes
+
+    @property
+    def cached_experts(self) -> int:
+        """Experts that the run's own cache holds once it is full."""
+        return min(self.experts, self.cache_bytes // self.slot_bytes) if self.slot_bytes else 0
 
     def check(self) -> None:
         """UnsupportedError with all numbers when the need exceeds the limit."""
@@ -56,19 +93,45 @@ def plan_memory(
     layers = [layer for layer in config.layers if layer in config.moe_layers]
     own_cache = settings.store is None or settings.fallback == "file"  # else the daemon has it
     slot_bytes = max((buffer_bytes(source.expert_layout(layer)) for layer in layers), default=0)
+    parts = dict.fromkeys(DENSE_PARTS, 0)
+    for name in names:
+        parts[dense_part(name, config)] += dense_bytes(source, name) + widened_bytes(source, name)
     need = Need(
-        dense_bytes=sum(dense_bytes(source, name) for name in names),
+        dense_bytes=sum(parts.values()),
         load_bytes=sum(sorted(source_bytes(source, name) for name in names)[-READ_AHEAD:]),
         state_bytes=state_bytes(config, capacity),
         activation_bytes=activation_bytes(config, min(chunk, capacity), every_logit=every_logit),
         working_bytes=slot_bytes * WORKING_SLOTS if layers and own_cache else 0,
         cache_bytes=settings.expert_bytes or 0,
     )
-    if settings.expert_bytes is not None or settings.store is not None:
-        return MemoryPlan(need, limit, settings.expert_bytes or 0)
-    all_bytes = slot_bytes * sum(source.expert_count(layer) for layer in layers)
-    left_bytes = limit.free_bytes - need.total_bytes
-    return MemoryPlan(need, limit, int(min(all_bytes, max(0, left_bytes) * AUTO_CACHE_SHARE)))
+    experts = sum(source.expert_count(layer) for layer in layers)
+    if settings.expert_bytes is None and settings.store is None:
+        left_bytes = max(0, limit.free_bytes - need.total_bytes)
+        need = replace(need, cache_bytes=int(min(slot_bytes * experts, left_bytes * AUTO_CACHE_SHARE)))
+    largest_bytes = max((source.expert_layout(layer).payload_bytes for layer in layers), default=0)
+    return MemoryPlan(need, limit, parts, capacity, slot_bytes, experts, largest_bytes)
+
+
+def dense_part(name: str, config: ModelConfig) -> str:
+    """Which of `DENSE_PARTS` a dense tensor belongs to."""
+    _, _, rest = name.rpartition("language_model.")
+    place = rest.split(".")
+    if not _is_matrix_name(rest):
+        return "norms and other vectors"
+    if place[:2] != ["model", "layers"]:
+        return "embeddings" if "embed_tokens" in place else "head"
+    inner = ".".join(place[3:])
+    if inner.startswith("self_attn."):
+        return "KDA attention" if int(place[2]) in config.kda_layers else "MLA attention"
+    return next(part for prefix, part in _IN_LAYER.items() if inner.startswith(prefix + "."))
+
+
+def _is_matrix_name(name: str) -> bool:
+    """Whether a tensor is a weight to multiply by or the table of embeddings, and not a vector."""
+    tail = name.removesuffix(".weight").rpartition(".")[2]
+    if name.endswith(("_res_proj.weight", "_conv1d.weight")):
+        return False
+    return name.endswith(".weight") and (tail.endswith("_proj") or tail in _OTHER_MATRICES)
 
 
 def dense_bytes(source: Source, name: str) -> int:
@@ -89,10 +152,37 @@ def dense_bytes(source: Source, name: str) -> int:
     return 4 * rows * columns
 
 
-def source_bytes(source: Source, name: str) -> int:
-    """Bytes of a dense tensor in its source's own dtype: what quantizing it at load starts from."""
-    if isinstance(source, Container | DaemonModel):
+def touched_bytes(source: Source, name: str) -> int:
+    """Memory of a dense tensor whoever holds it: also what a daemon shares."""
+    if not isinstance(source, DaemonModel):
         return dense_bytes(source, name)
+    tensor = source.tensor(name)
+    return tensor.weights.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
+
+
+def widened_bytes(source: Source, name: str) -> int:
+    """Memory of the float32 copy that is made of a vector stored in bfloat16, on top of `dense_bytes`.
+
+    Of a snapshot only the copy stays, so the stored form is taken off.
+    """
+    if _is_matrix_name(name):
+        return 0
+    dtype, shape = _dtype_and_shape(source, name)
+    if dtype != "BF16":
+        return 0
+    return (2 if isinstance(source, Snapshot) else 4) * math.prod(shape)
+
+
+def _dtype_and_shape(source: Source, name: str) -> tuple[str, tuple[int, ...]]:
+    entry = source.tensors[name] if isinstance(source, Snapshot) else source.tensor(name)
+    return entry.dtype, entry.shape
+
+
+def source_bytes(source: Source, name: str) -> int:
+    """Bytes of a dense tensor in its source's own dtype: what quantizing it at load starts from. None for a
+    container's, which are read straight to their places."""
+    if isinstance(source, Container | DaemonModel):
+        return 0
     tensor = source.tensors[name]
     return tensor_bytes(tensor.dtype, tensor.shape)
 

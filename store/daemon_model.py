@@ -17,7 +17,7 @@ from k3.container.errors import ContainerError, UnsupportedError
 from k3.container.keys import ExpertLayout, Extent
 from k3.container.reader import encoded_tensor
 from k3.container.source import EncodedTensor
-from k3.store.descriptor import ExpertLayer, ModelDescriptor, Span
+from k3.store.descriptor import DenseTensor, ExpertLayer, ModelDescriptor, Span
 from k3.store.link import Link
 from k3.store.source import Payload
 
@@ -76,6 +76,10 @@ class DaemonModel:
     def tensor_names(self) -> Sequence[str]:
         """Dense tensors in execution order."""
         return tuple(self._tensors)
+
+    def tensor(self, name: str) -> DenseTensor:
+        """What is known of a dense tensor. KeyError when there is none."""
+        return self._tensors[name]
 
     def read_tensor(self, name: str) -> EncodedTensor:
         """A dense tensor over the shared memory, read-only. KeyError when there is none."""
