@@ -278,7 +278,7 @@ class Model:
         return {"pass": self._passes, "position": state.position, "tokens": len(tokens)}
 
     def _read_bytes(self) -> int:
-        return self._experts.stats().read_bytes
+        return self._experts.stats().read_bytes if self._tracer.enabled else 0
 
 
 def _check_experts(source: ModelSource, layer: int, config: ModelConfig) -> None:

@@ -62,16 +62,14 @@ class Router:
     def __call__(self, x: Array) -> Routing:
         """x [S, hidden]. DamageError when a score is not finite: no choice made from it would mean anything."""
         scores = kernels.sigmoid(self._gate(x))
-        choice = scores + self._bias
-        if not np.isfinite(choice).all():
-            token, expert = np.argwhere(~np.isfinite(choice))[0]
+        try:
+            experts = kernels.top_k(scores + self._bias, self._moe.top_k)
+        except kernels.NonFiniteError as error:
             raise DamageError(
-                f"the router's score of expert {expert} for token {token} of the chunk is {choice[token, expert]}",
+                f"the router's score of expert {error.column} for token {error.row} of the chunk is {error.value}",
                 layer=self._layer,
                 advice="Weights are damaged; check the model with k3-verify",
-            )
-        top = np.argsort(-choice, axis=-1, kind="stable")[:, : self._moe.top_k]
-        experts = np.sort(top, axis=-1)
+            ) from error
         weights = np.take_along_axis(scores, experts, axis=-1)
         if self._moe.renormalize:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(ROUTER_SUM_EPS))
@@ -126,8 +124,8 @@ class LatentMoe:
                 if lease is None:
                     break
                 with lease:
-                    rows = total.rows(lease.expert)
-                    total.add(lease.expert, self._multiply(z[rows], lease.payload, lease.expert))
+                    out = self._multiply(total.gather(z, lease.expert), lease.payload, lease.expert)
+                    total.add(lease.expert, out)
         finally:
             stream.close()
         out = self._up(kernels.rms_norm(total.finish(), self._norm, self._config.eps))
@@ -160,26 +158,34 @@ class ExpertSum:
 
     def __init__(self, routing: Routing, width: int) -> None:
         self._sum = np.zeros((len(routing.experts), width), np.float32)
-        self._rows: dict[int, Ids] = {}
-        self._weights: dict[int, Array] = {}
-        for expert in routing.wanted():
-            rows, slots = np.nonzero((routing.experts == expert) & routing.kept)
-            self._rows[expert] = rows
-            self._weights[expert] = routing.weights[rows, slots][:, None]
-        self._order = list(self._rows)
+        tokens, slots = np.nonzero(routing.kept)
+        experts = routing.experts[tokens, slots]
+        by_expert = np.argsort(experts, kind="stable")  # and each expert's tokens ascending
+        ids, begins = np.unique(experts[by_expert], return_index=True)
+        tokens, weights = tokens[by_expert], routing.weights[tokens, slots][by_expert, None]
+        bounds = [*begins.tolist(), len(tokens)]
+        spans = list(map(slice, bounds, bounds[1:]))
+        self._order: list[int] = ids.tolist()
+        self._rows: dict[int, Ids] = dict(zip(self._order, map(tokens.__getitem__, spans), strict=True))
+        self._weights: dict[int, Array] = dict(zip(self._order, map(weights.__getitem__, spans), strict=True))
         self._early: dict[int, Array] = {}
         self._next = 0
 
-    def rows(self, expert: int) -> Ids:
-        """The chunk's tokens that use an expert."""
-        return self._rows[expert]
+    def gather(self, z: Array, expert: int) -> Array:
+        """The rows of z [S, width] of the tokens that use an expert."""
+        return z if len(self._rows[expert]) == len(z) else z[self._rows[expert]]
 
     def add(self, expert: int, out: Array) -> None:
-        """Take an expert's output for its rows; it waits here until every lower id has been added."""
+        """Take an expert's output for its rows, to write over; it waits here until every lower id was added."""
         assert expert not in self._early
         self._early[expert] = out
         while self._next < len(self._order) and (turn := self._order[self._next]) in self._early:
-            self._sum[self._rows[turn]] += self._weights[turn] * self._early.pop(turn)
+            rows, weighted = self._rows[turn], self._early.pop(turn)
+            weighted *= self._weights[turn]
+            if len(rows) == len(self._sum):  # every token: no need to gather and scatter
+                self._sum += weighted
+            else:
+                self._sum[rows] += weighted
             self._next += 1
 
     def finish(self) -> Array:
