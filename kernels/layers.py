@@ -68,8 +68,9 @@ def latent_attention(
 ) -> Floats:
     """Causal attention over a latent cache: float32 [S, H, C], per head the softmax-weighted sum of latents.
 
-    q_latent [S, H, C], q_rope [S, H, R]; latent [T, C] and rope [T, R] float32 or uint16 (bfloat16 patterns),
-    T >= S; the S queries belong to the last S positions, each sees itself and everything before it.
+    q_latent [S, H, C], q_rope [S, H, R]; latent [T, C] and rope [T, R] both float32, float16 or uint16
+    (bfloat16 patterns), T >= S; the S queries belong to the last S positions, each sees itself and everything
+    before it.
     score = (q_latent . latent + q_rope . rope) * scale.
     """
     q_latent = activations("q_latent", q_latent, 3)
@@ -77,8 +78,8 @@ def latent_attention(
     _kernels.latent_attention(
         q_latent,
         activations("q_rope", q_rope, 3),
-        stored("latent", latent, np.float32, np.uint16),
-        stored("rope", rope, np.float32, np.uint16),
+        stored("latent", latent, np.float32, np.float16, np.uint16),
+        stored("rope", rope, np.float32, np.float16, np.uint16),
         scale,
         out,
     )

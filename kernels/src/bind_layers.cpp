@@ -41,32 +41,30 @@ void bind_kda_heads(const In<float>& q, const In<float>& k, const In<float>& v, 
     });
 }
 
-Matrix cache_of(const AnyIn& cache, const char* name) {
+CacheType cache_type(const AnyIn& cache, const char* name) {
     require(cache, name, {-1, -1});
-    const bool bf16 = cache.dtype() == nb::dtype<uint16_t>();
-    if (!bf16 && cache.dtype() != nb::dtype<float>()) {
-        throw nb::type_error(
-            (std::string(name) + " must be float32 or uint16 (bfloat16 bit patterns)").c_str());
-    }
-    return {bf16 ? Encoding::BF16 : Encoding::F32,
-            extent(cache, 0),
-            extent(cache, 1),
-            cache.data(),
-            nullptr,
-            nullptr};
+    const nb::dlpack::dtype half = {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+    if (cache.dtype() == nb::dtype<float>()) return CacheType::F32;
+    if (cache.dtype() == nb::dtype<uint16_t>()) return CacheType::BF16;
+    if (cache.dtype() == half) return CacheType::F16;
+    throw nb::type_error(
+        (std::string(name) + " must be float32, float16 or uint16 (bfloat16 bit patterns)").c_str());
 }
 
 void bind_latent_attention(const In<float>& q_latent, const In<float>& q_rope, const AnyIn& latent,
                            const AnyIn& rope, float scale, const Out<float>& out) {
-    const Matrix c = cache_of(latent, "latent"), r = cache_of(rope, "rope");
-    require(q_latent, "q_latent", {-1, -1, c.columns});
+    const CacheType type = cache_type(latent, "latent");
+    if (cache_type(rope, "rope") != type) throw nb::type_error("latent and rope caches differ in type");
+    const LatentCache cache = {type, latent.data(), rope.data(), extent(latent, 0), extent(latent, 1),
+                               extent(rope, 1)};
+    require(q_latent, "q_latent", {-1, -1, cache.latent_width});
     const int64_t tokens = extent(q_latent, 0), heads = extent(q_latent, 1);
-    require(q_rope, "q_rope", {tokens, heads, r.columns});
-    require(out, "out", {tokens, heads, c.columns});
-    if (c.rows != r.rows) throw nb::value_error("latent and rope caches differ in length");
-    if (c.rows < tokens) throw nb::value_error("the caches must hold the queries' own positions");
+    require(q_rope, "q_rope", {tokens, heads, cache.rope_width});
+    require(out, "out", {tokens, heads, cache.latent_width});
+    if (extent(rope, 0) != cache.rows) throw nb::value_error("latent and rope caches differ in length");
+    if (cache.rows < tokens) throw nb::value_error("the caches must hold the queries' own positions");
     unlocked(
-        [&] { latent_attention(q_latent.data(), q_rope.data(), tokens, heads, c, r, scale, out.data()); });
+        [&] { latent_attention(q_latent.data(), q_rope.data(), tokens, heads, cache, scale, out.data()); });
 }
 
 void bind_absorb_query(const In<float>& q, const std::string& encoding, const AnyIn& data,

@@ -35,48 +35,117 @@ Matrix row_range(const Matrix& w, int64_t begin, int64_t count) {
     return part;
 }
 
-// Heads that read the cache in one sweep: enough sweeps for every thread, but no more heads than keep a
-// thread's scores small. Heads do not meet in any sum, so this changes no bit.
-int64_t heads_together(int64_t pairs) {
-    return std::min<int64_t>(16, std::max<int64_t>(4, pairs / get_threads()));
-}
+constexpr int64_t kScoreRows = 64;   // positions and heads whose scores are one piece of work
+constexpr int64_t kScoreHeads = 32;
+constexpr int64_t kSumColumns = 64;  // columns of the latent whose weighted sums are one piece of work
+constexpr int64_t kSumHeads = 4;     // heads that sweep over a block of them together
+constexpr int64_t kScoresHeld = int64_t{4} << 20;  // scores held at once, unless one token has more
 
-// Reused between pieces of one thread; only ever touched by it.
-struct Scratch {
-    std::vector<float> scores, rope_scores, tile, block;
+// Tokens of one call whose scores are held together.
+struct Attention {
+    const float *q_latent, *q_rope;  // of the first of these tokens
+    int64_t tokens, heads;
+    LatentCache cache;
+    int64_t first;  // positions that the first token sees
+    float scale;
+    float *scores, *totals;  // [tokens, heads, stride] and [tokens, heads]
+    int64_t stride;
+    float* out;
+
+    int64_t seen(int64_t token) const { return first + token; }
 };
 
-// Heads [h0, h1) of one token over the first `count` positions.
-void attend(const float* q_latent, const float* q_rope, int64_t heads, const Matrix& latent,
-            const Matrix& rope, int64_t count, float scale, float* out, Scratch& scratch) {
-    const Matrix seen = row_range(latent, 0, count), seen_rope = row_range(rope, 0, count);
-    const int64_t width = latent.columns;
-    scratch.scores.resize(static_cast<size_t>(heads * count));
-    scratch.rope_scores.resize(static_cast<size_t>(heads * count));
-    scratch.tile.resize(static_cast<size_t>(kRowBlock * std::max(width, rope.columns)));
-    scratch.block.resize(static_cast<size_t>(heads * width));
-    const Kernels& k = kernels();
-    k.matmul(q_latent, heads, seen, 0, count, scratch.scores.data(), scratch.tile.data());
-    k.matmul(q_rope, heads, seen_rope, 0, count, scratch.rope_scores.data(), scratch.tile.data());
-    std::vector<float> top(static_cast<size_t>(heads)), total(static_cast<size_t>(heads), 0.0f);
-    for (int64_t h = 0; h < heads; ++h) {
-        float* row = scratch.scores.data() + h * count;
-        top[h] = k.scores_top(row, scratch.rope_scores.data() + h * count, count, scale, row);
+struct OfCall {};    // scratch of the thread that calls,
+struct OfLatent {};  // and of those that work
+struct OfRope {};
+
+// `count` rows of `columns` numbers each as float32, from row `row` and column `column` of [.., width]. What is
+// float32 stays where it is, its rows `width` apart; what is not goes to `scratch`, row by row.
+const float* floats_of(const LatentCache& cache, const void* data, int64_t width, int64_t row, int64_t count,
+                       int64_t column, int64_t columns, float* scratch) {
+    if (cache.type == CacheType::F32) return static_cast<const float*>(data) + row * width + column;
+    const uint16_t* from = static_cast<const uint16_t*>(data) + row * width + column;
+    if (columns == width) {
+        kernels().widen(cache.type, from, count * width, scratch);
+        return scratch;
     }
-    std::fill(out, out + heads * width, 0.0f);
+    for (int64_t t = 0; t < count; ++t) {
+        kernels().widen(cache.type, from + t * width, columns, scratch + t * columns);
+    }
+    return scratch;
+}
+
+// Scores of one token and some heads against positions [begin, end).
+void score(const Attention& a, int64_t token, int64_t head, int64_t heads, int64_t begin, int64_t end) {
+    const int64_t latent = a.cache.latent_width, rope = a.cache.rope_width, row = token * a.heads + head;
+    float* own_latent = thread_floats<OfLatent>(static_cast<size_t>(kScoreRows * latent));
+    float* own_rope = thread_floats<OfRope>(static_cast<size_t>(kScoreRows * rope));
+    const int64_t count = end - begin;
+    kernels().scores({a.q_latent + row * latent, a.q_rope + row * rope,
+                      floats_of(a.cache, a.cache.latent, latent, begin, count, 0, latent, own_latent),
+                      floats_of(a.cache, a.cache.rope, rope, begin, count, 0, rope, own_rope), heads, count,
+                      latent, rope, a.scale, a.scores + row * a.stride + begin, a.stride});
+}
+
+// The scores of one (token, head) become exponentials, and these are added up.
+void weigh(const Attention& a, int64_t row) {
+    float* scores = a.scores + row * a.stride;
+    const int64_t count = a.seen(row / a.heads);
+    const float top = kernels().greatest(scores, count);
+    float total = 0.0f;
     for (int64_t begin = 0; begin < count; begin += kAttentionBlock) {
-        const int64_t end = std::min(count, begin + kAttentionBlock);
-        for (int64_t h = 0; h < heads; ++h) {
-            total[h] =
-                total[h] + k.exp_shifted(scratch.scores.data() + h * count + begin, end - begin, top[h]);
+        total = total + kernels().exp_shifted(scores + begin, std::min(kAttentionBlock, count - begin), top);
+    }
+    a.totals[row] = total;
+}
+
+// Columns [column, column + columns) of the results of one token and some heads: block after block, and within a
+// block, which stays in the L2 cache, all heads.
+void mix(const Attention& a, int64_t token, int64_t head, int64_t heads, int64_t column, int64_t columns) {
+    const int64_t width = a.cache.latent_width, row = token * a.heads + head, count = a.seen(token);
+    float* scratch = thread_floats<OfLatent>(static_cast<size_t>(kAttentionBlock * kSumColumns));
+    float* out = a.out + row * width + column;
+    for (int64_t h = 0; h < heads; ++h) std::fill_n(out + h * width, columns, 0.0f);
+    for (int64_t begin = 0; begin < count; begin += kAttentionBlock) {
+        const int64_t some = std::min(kAttentionBlock, count - begin);
+        const float* block = floats_of(a.cache, a.cache.latent, width, begin, some, column, columns, scratch);
+        const int64_t apart = a.cache.type == CacheType::F32 ? width : columns;
+        for (int64_t h = 0; h < heads; h += kSumHeads) {
+            kernels().add_weighted(a.scores + (row + h) * a.stride + begin, std::min(kSumHeads, heads - h),
+                                   a.stride, block, apart, some, columns, out + h * width, width);
         }
-        k.weighted_sum(scratch.scores.data() + begin, heads, count, latent, begin, end, scratch.block.data(),
-                       width);
-        for (int64_t i = 0; i < heads * width; ++i) out[i] = out[i] + scratch.block[i];
     }
     for (int64_t h = 0; h < heads; ++h) {
-        for (int64_t i = 0; i < width; ++i) out[h * width + i] = out[h * width + i] / total[h];
+        for (int64_t k = 0; k < columns; ++k) out[h * width + k] = out[h * width + k] / a.totals[row + h];
     }
+}
+
+void attend(const Attention& a) {
+    const int64_t rows = ceil_div(a.seen(a.tokens - 1), kScoreRows), groups = ceil_div(a.heads, kScoreHeads);
+    parallel_for(rows * a.tokens * groups, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {  // rows change last: they are in the caches for all queries
+            const int64_t head = i % groups * kScoreHeads, token = i / groups % a.tokens;
+            const int64_t row = i / groups / a.tokens * kScoreRows;
+            const int64_t row_end = std::min(row + kScoreRows, a.seen(token));
+            if (row < row_end) score(a, token, head, std::min(kScoreHeads, a.heads - head), row, row_end);
+        }
+    });
+    const int64_t grain = std::max<int64_t>(1, 4096 / a.seen(0));
+    parallel_for(a.tokens * a.heads, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) weigh(a, i);
+    });
+    // All heads in one piece read the cache once; more pieces than that only where threads would have none.
+    const int64_t width = a.cache.latent_width, parts = ceil_div(width, kSumColumns);
+    const int64_t cuts = std::min(ceil_div(a.heads, kSumHeads), ceil_div(2 * get_threads(), a.tokens * parts));
+    const int64_t heads = ceil_div(ceil_div(a.heads, cuts), kSumHeads) * kSumHeads;
+    const int64_t pieces = ceil_div(a.heads, heads);
+    parallel_for(a.tokens * parts * pieces, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t head = i % pieces * heads, column = i / pieces % parts * kSumColumns;
+            mix(a, i / pieces / parts, head, std::min(heads, a.heads - head), column,
+                std::min(kSumColumns, width - column));
+        }
+    });
 }
 
 }  // namespace
@@ -89,17 +158,17 @@ void kda_heads(const KdaHeads& a) {
 }
 
 void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens, int64_t heads,
-                      const Matrix& latent, const Matrix& rope, float scale, float* out) {
-    const int64_t together = heads_together(tokens * heads), sweeps = ceil_div(heads, together);
-    parallel_for(tokens * sweeps, 1, [&](int64_t begin, int64_t end) {
-        Scratch scratch;
-        for (int64_t i = begin; i < end; ++i) {
-            const int64_t token = i / sweeps, first = i % sweeps * together;
-            const int64_t row = token * heads + first, count = std::min(together, heads - first);
-            attend(q_latent + row * latent.columns, q_rope + row * rope.columns, count, latent, rope,
-                   latent.rows - tokens + 1 + token, scale, out + row * latent.columns, scratch);
-        }
-    });
+                      const LatentCache& cache, float scale, float* out) {
+    if (tokens == 0 || heads == 0) return;
+    const int64_t stride = ceil_div(cache.rows, 16) * 16;
+    const int64_t together = std::min(tokens, std::max<int64_t>(1, kScoresHeld / (heads * stride)));
+    float* held = thread_floats<OfCall>(static_cast<size_t>(together * heads * (stride + 1)));
+    for (int64_t token = 0; token < tokens; token += together) {
+        const int64_t row = token * heads;
+        attend({q_latent + row * cache.latent_width, q_rope + row * cache.rope_width,
+                std::min(together, tokens - token), heads, cache, cache.rows - tokens + 1 + token, scale, held,
+                held + together * heads * stride, stride, out + row * cache.latent_width});
+    }
 }
 
 void absorb_query(const float* q, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim,

@@ -15,12 +15,13 @@ void kda_heads(const KdaHeads& a);
 constexpr int64_t kAttentionBlock =
     256;  // cache rows whose weighted sum is formed before it is added to the total
 
-// Causal attention of the last `tokens` positions of a latent cache.
-//   q_latent [tokens, heads, latent.columns], q_rope [tokens, heads, rope.columns]
-//   latent, rope: F32 or BF16, one row per position, both with the same number of rows, at least `tokens`
-//   out [tokens, heads, latent.columns]: sum over the positions up to the own one of softmax(score) * latent
+// Causal attention of the last `tokens` positions of a latent cache. The calling thread keeps room for the scores
+// of one token, 4 * heads * cache.rows bytes, or of more tokens within 16 MiB.
+//   q_latent [tokens, heads, latent_width], q_rope [tokens, heads, rope_width]
+//   cache.rows at least `tokens`
+//   out [tokens, heads, latent_width]: sum over the positions up to the own one of softmax(score) * latent
 void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens, int64_t heads,
-                      const Matrix& latent, const Matrix& rope, float scale, float* out);
+                      const LatentCache& cache, float scale, float* out);
 
 // kv_b rows: per head key_dim key rows, then value_dim value rows; `w.rows` = heads * (key_dim + value_dim).
 // out [tokens, heads, w.columns] = sum over i of q[.., i] * key row i

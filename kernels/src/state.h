@@ -26,9 +26,28 @@ struct KdaHeads {
     int64_t tokens, heads, dim, taps;
 };
 
-// Floats that a thread needs beside them.
+// Floats that a thread needs for them.
 constexpr int64_t kda_scratch(int64_t dim) {
     return 5 * kKdaTokens * ((dim + 15) / 16 * 16) + kKdaBlock * 16 * dim;
 }
+
+// A latent cache: per position a latent and the columns that all heads share, both of one type. BF16 and F16
+// are bit patterns, uint16.
+enum class CacheType : int { F32, BF16, F16 };
+struct LatentCache {
+    CacheType type;
+    const void *latent, *rope;  // [rows, latent_width], [rows, rope_width]
+    int64_t rows, latent_width, rope_width;
+};
+
+// Scores of `heads` queries against `rows` positions, all float32:
+//   out[head * out_stride + row] = (q_latent[head] . latent[row] + q_rope[head] . rope[row]) * scale
+struct Scores {
+    const float *q_latent, *q_rope, *latent, *rope;
+    int64_t heads, rows, latent_width, rope_width;
+    float scale;
+    float* out;
+    int64_t out_stride;
+};
 
 }  // namespace k3

@@ -59,8 +59,13 @@ struct Kernels {
     // Attention. out[h] = sum over rows t of [begin, end) of p[h, t - begin] * w[t], for `rows` rows of p.
     void (*weighted_sum)(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin,
                          int64_t end, float* out, int64_t out_stride);
-    // scores = (latent + rope) * scale; returns the largest.
-    float (*scores_top)(const float* latent, const float* rope, int64_t count, float scale, float* scores);
+    // The same with float32 rows `w_stride` apart, of which the first `columns` count; added to what `out` holds.
+    void (*add_weighted)(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride,
+                         int64_t count, int64_t columns, float* out, int64_t out_stride);
+    void (*scores)(const Scores& s);
+    // The largest of count > 0 numbers; any, if one is NaN.
+    float (*greatest)(const float* x, int64_t count);
+    void (*widen)(CacheType type, const void* from, int64_t count, float* to);  // BF16 or F16
     // scores = exp(scores - top); returns their sum.
     float (*exp_shifted)(float* scores, int64_t count, float top);
 

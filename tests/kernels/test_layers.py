@@ -100,27 +100,35 @@ def test_kda_heads_is_the_layer_of_the_paper(sizes, taps, seed) -> None:
     np.testing.assert_allclose(memory, states, rtol=1e-3, atol=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+CACHES = ("float32", "bfloat16", "float16")
+
+
+def cached(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values as a cache of this kind holds them, and what they are then as float32."""
+    if kind == "bfloat16":
+        patterns = (values.view(np.uint32) >> 16).astype(np.uint16)
+        return patterns, reference.widen_bf16(patterns)
+    held = values.astype(kind)
+    return held, held.astype(np.float32)
+
+
+@settings(max_examples=120, deadline=None)
 @given(
-    tokens=st.integers(1, 4),
-    before=st.sampled_from([0, 1, 30, 251, 255, 256, 520]),
-    heads=st.integers(1, 19),
-    widths=st.tuples(st.integers(1, 50), st.integers(1, 20)),
-    bf16=st.booleans(),
+    tokens=st.integers(1, 5),
+    before=st.sampled_from([0, 1, 3, 30, 62, 63, 64, 200, 251, 255, 256, 520]),
+    heads=st.sampled_from([1, 2, 3, 4, 5, 19, 32, 37]),
+    widths=st.tuples(st.sampled_from([1, 15, 16, 50, 64, 100, 144]), st.integers(1, 40)),
+    kind=st.sampled_from(CACHES),
     seed=SEEDS,
 )
-def test_latent_attention(everyway, same_bits, tokens, before, heads, widths, bf16, seed) -> None:
+def test_latent_attention(everyway, same_bits, tokens, before, heads, widths, kind, seed) -> None:
     rng = np.random.default_rng(seed)
     q_latent, q_rope = normal(rng, tokens, heads, widths[0]), normal(rng, tokens, heads, widths[1])
-    latent, rope = normal(rng, before + tokens, widths[0]), normal(rng, before + tokens, widths[1])
-    if bf16:
-        cached = [(a.view(np.uint32) >> 16).astype(np.uint16) for a in (latent, rope)]
-        latent, rope = (reference.widen_bf16(a) for a in cached)
-    else:
-        cached = [latent, rope]
-    (out,) = everyway(lambda: kernels.latent_attention(q_latent, q_rope, *cached, 0.2))
+    pairs = [cached(normal(rng, before + tokens, width), kind) for width in widths]
+    caches, (latent, rope) = [pair[0] for pair in pairs], (pair[1] for pair in pairs)
+    (out,) = everyway(lambda: kernels.latent_attention(q_latent, q_rope, *caches, 0.2))
     same_bits(out, reference.latent_attention(q_latent, q_rope, latent, rope, 0.2))
-    first = [a[: before + 1] for a in cached]
+    first = [a[: before + 1] for a in caches]
     same_bits(out[:1], kernels.latent_attention(q_latent[:1], q_rope[:1], *first, 0.2))
     for t in range(tokens):
         seen = before + t + 1
@@ -128,6 +136,39 @@ def test_latent_attention(everyway, same_bits, tokens, before, heads, widths, bf
         share = np.exp(scores - scores.max(1, keepdims=True))
         exact = share / share.sum(1, keepdims=True) @ latent[:seen]
         np.testing.assert_allclose(out[t], exact, rtol=1e-3, atol=1e-4)
+
+
+def test_more_tokens_than_scores_are_held_for(same_bits) -> None:
+    rng = np.random.default_rng(5)
+    tokens, heads, rows = 40, 96, 1500  # 4 Mi scores are held at once: 28 of these tokens
+    queries = [normal(rng, tokens, heads, width) for width in (16, 4)]
+    caches = [normal(rng, rows, width) for width in (16, 4)]
+    out = kernels.latent_attention(*queries, *caches, 0.2)
+    for t in (0, 27, 28, 29, 39):
+        own = [q[t : t + 1] for q in queries]
+        same_bits(
+            out[t : t + 1], kernels.latent_attention(*own, *[c[: rows - tokens + 1 + t] for c in caches], 0.2)
+        )
+
+
+def test_every_bfloat16_and_float16_is_read_as_what_it_is(everyway, same_bits) -> None:
+    patterns = np.arange(1 << 16).astype(np.uint16)
+    zeros = np.zeros((1, 1, len(patterns)), np.float32)
+    for cache, values in (
+        (patterns, reference.widen_bf16(patterns)),
+        (patterns.view(np.float16), patterns.view(np.float16).astype(np.float32)),
+    ):
+        # One position: its weight is exp(0) / 1, and the result the latent itself. Not for infinity, times 0.
+        finite = np.isfinite(values)
+        held = np.where(finite, cache, np.zeros_like(cache)).reshape(1, -1)
+        (out,) = everyway(
+            lambda held=held: kernels.latent_attention(zeros, zeros[:, :, :1], held, held[:, :1].copy(), 1.0)
+        )
+        same_bits(np.abs(out[0, 0]), np.abs(np.where(finite, values, np.float32(0))))
+        assert (out[0, 0] == np.where(finite, values, 0)).all()
+        for bad in np.flatnonzero(~finite)[::37]:
+            one = np.broadcast_to(cache[bad : bad + 1], (1, 1)).copy()
+            assert np.isnan(kernels.latent_attention(zeros[:, :, :1], zeros[:, :, :1], one, one, 1.0)).all()
 
 
 def matrix(encoding: str, w: np.ndarray) -> tuple[SimpleNamespace, np.ndarray]:
@@ -198,6 +239,10 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         kernels.latent_attention(q, r, np.zeros((2, 8), np.float32), np.zeros((2, 4), np.float32), 1.0)
     with pytest.raises(ValueError, match="length"):
         kernels.latent_attention(q, r, np.zeros((5, 8), np.float32), np.zeros((4, 4), np.float32), 1.0)
+    with pytest.raises(TypeError, match="type"):
+        kernels.latent_attention(q, r, np.zeros((5, 8), np.float32), np.zeros((5, 4), np.float16), 1.0)
+    with pytest.raises(TypeError, match="latent"):
+        kernels.latent_attention(q, r, np.zeros((5, 8), np.float64), np.zeros((5, 4), np.float64), 1.0)
     kv_b, _ = matrix("f32", np.zeros((2 * 9, 8), np.float32))
     with pytest.raises(ValueError, match="shape"):
         kernels.absorb_query(np.zeros((1, 2, 4), np.float32), kv_b, 4)

@@ -27,7 +27,11 @@ void residual_mix(const float* const* entries, int count, int64_t begin, int64_t
 void kda_heads(const KdaHeads& a, int64_t begin, int64_t end, float* scratch);
 void weighted_sum(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
                   float* out, int64_t out_stride);
-float scores_top(const float* latent, const float* rope, int64_t count, float scale, float* scores);
+void add_weighted(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride, int64_t count,
+                  int64_t columns, float* out, int64_t out_stride);
+void scores(const Scores& s);
+float greatest(const float* x, int64_t count);
+void widen(CacheType type, const void* from, int64_t count, float* to);
 float exp_shifted(float* scores, int64_t count, float top);
 int64_t probe_dots(int64_t rounds, int32_t* result);
 int32_t probe_read(const uint8_t* p, int64_t bytes);
