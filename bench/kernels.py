@@ -5,10 +5,10 @@
 Weights are cold: each call takes another copy, and the copies together are larger than any cache. Copies are made
 by NumPy, which asks the kernel for huge pages for arrays of this size; the engine's dense weights have them too.
 
-Ceilings, measured in every round with as many threads: memory is the faster of reading one large buffer with the
-widest loads and comparing two with memcmp; the peak is the variant's integer product on registers alone, its
-instruction for products of int8 in a loop. A round measures the ceilings and every kernel once; the table shows
-medians, and ratios are taken within a round.
+Ceilings, measured beside every call with as many threads: memory is the faster of reading with the widest loads
+and comparing with memcmp, over copies of the weights, since not all memory of a virtual machine is equally fast
+and the host has other guests; the peak is the variant's integer product in a loop on registers. A round measures
+every kernel and its ceilings once; the table shows medians, and ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -33,16 +32,21 @@ from k3.kernels import _kernels
 HIDDEN, LATENT, INNER = 7168, 3584, 3072
 ROWS = 4096
 COLD_BYTES = 512 << 20
-PEAK_ROUNDS = 50_000
+PEAK_ROUNDS = 10_000
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call of a kernel: bytes of weights that it reads, int8 products that it makes (0: not its business)."""
+    """A call of a kernel with one of the copies of its weights; `products` of int8 that it makes, 0 if none."""
 
-    call: Callable[[], object]
-    weight_bytes: int
+    call: Callable[[npt.NDArray[Any]], object]
+    weights: list[npt.NDArray[Any]]
     products: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one copy."""
+        return self.weights[0].nbytes
 
 
 def main() -> None:
@@ -54,41 +58,39 @@ def main() -> None:
     arguments = parser.parse_args()
     kernels.set_threads(arguments.threads)
     rng = np.random.default_rng(0)
-    memory = memory_reader(arguments.threads)
+    pool = ThreadPoolExecutor(arguments.threads)
     every = dict(product_jobs(rng)) | dict(expert_jobs(rng)) | dict(quantize_jobs(rng))
     jobs = {name: job for name, job in every.items() if arguments.only in name}
-    rounds = [measured(memory, jobs) for _ in range(arguments.rounds)]
-    print(f"{kernels.cpu_variant()}, {arguments.threads} threads")
-    print(
-        f"memory {median(rounds, 'memory'):.1f} GB/s, empty call {median(rounds, 'call') * 1e6:.1f} us,", end=" "
-    )
-    print(f"peak {median(rounds, 'peak'):.0f} G int8 products/s")
-    print(f"{'kernel':<36}{'GB/s':>8}{'of memory':>11}{'G/s':>8}{'of peak':>9}")
+    rounds = [{name: measured(job, turn, pool) for name, job in jobs.items()} for turn in range(arguments.rounds)]
+    calls = [empty_call() for _ in range(arguments.rounds)]
+    print(f"{kernels.cpu_variant()}, {arguments.threads} threads, {statistics.median(calls) * 1e6:.1f} us a call")
+    print(f"{'kernel':<38}{'GB/s':>8}{'memory':>8}{'share':>7}{'G/s':>8}{'peak':>8}{'share':>7}")
     for name, job in jobs.items():
-        seconds = [figures[name] for figures in rounds]
-        gbs = statistics.median(job.weight_bytes / s / 1e9 for s in seconds)
-        share = statistics.median(job.weight_bytes / figures[name] / 1e9 / figures["memory"] for figures in rounds)
-        line = f"{name:<36}{gbs:>8.2f}{share:>11.2f}"
-        if job.products:
-            rate = statistics.median(job.products / s / 1e9 for s in seconds)
-            peak = statistics.median(job.products / figures[name] / 1e9 / figures["peak"] for figures in rounds)
-            line += f"{rate:>8.0f}{peak:>9.2f}"
-        print(line)
+        every_round = [figures[name] for figures in rounds]
+        line = f"{name:<38}" + columns(job.weight_bytes, every_round, "memory")
+        print(line + (columns(job.products, every_round, "peak") if job.products else ""))
     stamp = datetime.now(timezone.utc).date().isoformat()
     head = {"date": stamp, "variant": kernels.cpu_variant(), "threads": arguments.threads}
-    sizes = {name: [job.weight_bytes, job.products] for name, job in jobs.items()}
-    print(json.dumps(head | {"units": "memory GB/s, peak G/s, else s", "sizes": sizes, "rounds": rounds}))
+    sizes = {name: {"bytes": job.weight_bytes, "products": job.products} for name, job in jobs.items()}
+    print(json.dumps(head | {"units": "seconds; memory, peak: G per s", "sizes": sizes, "rounds": rounds}))
 
 
-def measured(memory: Callable[[], float], jobs: dict[str, Job]) -> dict[str, float]:
-    """One round: ceilings in G per second, the rest in seconds."""
-    figures = {"memory": memory(), "peak": peak(), "call": empty_call()}
-    return figures | {name: seconds(job.call) for name, job in jobs.items()}
+def columns(amount: int, rounds: list[dict[str, float]], ceiling: str) -> str:
+    """Rate, ceiling (both G per second) and share: medians over the rounds."""
+    rate = statistics.median(amount / figures["seconds"] / 1e9 for figures in rounds)
+    limit = statistics.median(figures[ceiling] for figures in rounds)
+    share = statistics.median(amount / figures["seconds"] / 1e9 / figures[ceiling] for figures in rounds)
+    return f"{rate:>8.2f}{limit:>8.1f}{share:>7.2f}"
 
 
-def median(rounds: list[dict[str, float]], name: str) -> float:
-    """Over the rounds."""
-    return statistics.median(figures[name] for figures in rounds)
+def measured(job: Job, turn: int, pool: ThreadPoolExecutor) -> dict[str, float]:
+    """One call, and what memory and cores deliver right after."""
+    count = len(job.weights)
+    taken = seconds(lambda: job.call(job.weights[turn % count]))
+    first, second = (
+        job.weights[(turn + i) % count].reshape(-1).view(np.uint8) for i in (count // 2, 1 + count // 2)
+    )
+    return {"seconds": taken, "memory": max(read(first), compared(first, second, pool)), "peak": peak()}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -96,6 +98,19 @@ def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def read(data: npt.NDArray[np.uint8]) -> float:
+    """GB/s of plain reading."""
+    return data.nbytes / seconds(lambda: _kernels.probe_read(data)) / 1e9
+
+
+def compared(left: npt.NDArray[np.uint8], right: npt.NDArray[np.uint8], pool: ThreadPoolExecutor) -> float:
+    """GB/s of memcmp."""
+    threads = kernels.get_threads()
+    pairs = list(zip(np.array_split(left, threads), np.array_split(right, threads), strict=True))
+    taken = seconds(lambda: list(pool.map(lambda pair: kernels.first_difference(*pair), pairs)))
+    return 2 * left.nbytes / taken / 1e9
 
 
 def peak() -> float:
@@ -111,23 +126,9 @@ def empty_call() -> float:
     return seconds(lambda: [_kernels.probe_read(nothing) for _ in range(200)]) / 200
 
 
-def memory_reader(threads: int) -> Callable[[], float]:
-    """GB/s at which `threads` threads read a buffer or compare two, whichever is faster."""
-    both = np.full(COLD_BYTES, 7, np.uint8)
-    left, right = np.array_split(both, 2)
-    parts = list(zip(np.array_split(left, threads), np.array_split(right, threads), strict=True))
-    pool = ThreadPoolExecutor(threads)
-
-    def read() -> float:
-        compared = seconds(lambda: list(pool.map(lambda pair: kernels.first_difference(*pair), parts)))
-        return both.nbytes / min(compared, seconds(lambda: _kernels.probe_read(both))) / 1e9
-
-    return read
-
-
-def copies(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Endless copies of an array, enough of them that none is still in a cache."""
-    return cycle([array, *(array.copy() for _ in range(COLD_BYTES // array.nbytes))])
+def copies(array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Copies of an array, enough of them that none is still in a cache when its turn comes again."""
+    return [array, *(array.copy() for _ in range(COLD_BYTES // array.nbytes))]
 
 
 def product_jobs(rng: np.random.Generator) -> Iterator[tuple[str, Job]]:
@@ -147,16 +148,16 @@ def product_jobs(rng: np.random.Generator) -> Iterator[tuple[str, Job]]:
                 kind = "float32" if exact else "int8"
 
                 def call(
-                    data: Iterator[npt.NDArray[Any]] = cold,
+                    data: npt.NDArray[Any],
                     scales: npt.NDArray[np.float32] | None = scales,
                     encoding: str = encoding,
                     exact: bool = exact,
                     count: int = count,
                 ) -> object:
-                    return kernels.matmul_encoded(x[:count], next(data), scales, encoding, exact)
+                    return kernels.matmul_encoded(x[:count], data, scales, encoding, exact)
 
                 products = 0 if exact else count * ROWS * HIDDEN
-                yield f"{encoding}, {kind} activations, S={count}", Job(call, data.nbytes, products)
+                yield f"{encoding}, {kind} activations, S={count}", Job(call, cold, products)
 
 
 def expert_jobs(rng: np.random.Generator) -> Iterator[tuple[str, Job]]:
@@ -174,12 +175,12 @@ def expert_jobs(rng: np.random.Generator) -> Iterator[tuple[str, Job]]:
     for exact in (True, False):
         for count in (1, 8, 32):
 
-            def call(exact: bool = exact, count: int = count) -> object:
-                return kernels.expert_forward(z[:count], next(cold), *matrices, exact=exact)
+            def call(payload: npt.NDArray[Any], exact: bool = exact, count: int = count) -> object:
+                return kernels.expert_forward(z[:count], payload, *matrices, exact=exact)
 
             products = 0 if exact else count * 3 * INNER * LATENT
             kind = "float32" if exact else "int8"
-            yield f"mxfp4 expert, {kind} activations, S={count}", Job(call, payload.nbytes, products)
+            yield f"mxfp4 expert, {kind} activations, S={count}", Job(call, cold, products)
 
 
 def quantize_jobs(rng: np.random.Generator) -> Iterator[tuple[str, Job]]:
@@ -188,14 +189,8 @@ def quantize_jobs(rng: np.random.Generator) -> Iterator[tuple[str, Job]]:
     cold = copies(bf16)
     int8, scales8 = kernels.quantize_int8(bf16)
     int4, scales4 = kernels.quantize_int4(bf16)
-    yield (
-        "quantize bf16 to int8 (source)",
-        Job(lambda: kernels.quantize_int8_into(next(cold), int8, scales8), bf16.nbytes),
-    )
-    yield (
-        "quantize bf16 to int4 (source)",
-        Job(lambda: kernels.quantize_int4_into(next(cold), int4, scales4), bf16.nbytes),
-    )
+    yield "quantize bf16 to int8 (source)", Job(lambda w: kernels.quantize_int8_into(w, int8, scales8), cold)
+    yield "quantize bf16 to int4 (source)", Job(lambda w: kernels.quantize_int4_into(w, int4, scales4), cold)
 
 
 if __name__ == "__main__":

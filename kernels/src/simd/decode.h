@@ -1,8 +1,8 @@
 // Sixteen weights of one row as float32, from every encoding: the one place that says what stored weights
 // mean.
 //
-// A source is built for one row; at(k) gives columns k .. k+15 (k a multiple of 16), first(k, n) gives the
-// n < 16 columns from k and zeros after them.
+// A source is built for one row, whose sixteen weights take kStepBytes from bytes() on; at(k) gives columns
+// k .. k+15 (k a multiple of 16), first(k, n) gives the n < 16 columns from k and zeros after them.
 #pragma once
 
 #include "../matrix.h"
@@ -111,13 +111,17 @@ K3_INLINE float half_factor(uint8_t s) {
 }
 
 struct SourceF32 {
+    static constexpr int kStepBytes = 64;
     const float* row;
+    K3_INLINE_MEMBER const char* bytes() const { return (const char*)row; }
     K3_INLINE_MEMBER F16 at(int64_t k) const { return load(row + k); }
     K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const { return load_first(row + k, n); }
 };
 
 struct SourceBf16 {
+    static constexpr int kStepBytes = 32;
     const uint16_t* row;
+    K3_INLINE_MEMBER const char* bytes() const { return (const char*)row; }
     K3_INLINE_MEMBER F16 at(int64_t k) const { return from_bf16(row + k); }
     K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const {
         uint16_t part[kLanes] = {};
@@ -127,7 +131,9 @@ struct SourceBf16 {
 };
 
 struct SourceInt8 {
+    static constexpr int kStepBytes = 16;
     const int8_t* row;
+    K3_INLINE_MEMBER const char* bytes() const { return (const char*)row; }
     float scale;
     K3_INLINE_MEMBER F16 at(int64_t k) const { return from_int8(row + k) * splat(scale); }
     K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const {
@@ -138,7 +144,9 @@ struct SourceInt8 {
 };
 
 struct SourceInt4 {
+    static constexpr int kStepBytes = 8;
     const uint8_t* row;
+    K3_INLINE_MEMBER const char* bytes() const { return (const char*)row; }
     const float* scales;
     K3_INLINE_MEMBER F16 at(int64_t k) const {
         return from_int4(row + k / 2) * splat(scales[k / kInt4Group]);
@@ -153,7 +161,9 @@ struct SourceInt4 {
 };
 
 struct SourceMx {
+    static constexpr int kStepBytes = 8;
     const uint8_t* row;
+    K3_INLINE_MEMBER const char* bytes() const { return (const char*)row; }
     const uint8_t* exponents;
     K3_INLINE_MEMBER F16 at(int64_t k) const {
         return from_e2m1(row + k / 2) * splat(half_factor(exponents[k / kMxGroup]));

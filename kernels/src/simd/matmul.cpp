@@ -18,14 +18,21 @@ constexpr int kXTile = 4;
 constexpr int kXTile = 2;
 #endif
 
-// y[s * stride + r] for RT rows of W and ST rows of x.
+// y[s * stride + r] for RT neighbouring rows of W and ST rows of x.
 template <int RT, int ST, class Source>
 K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, int64_t stride) {
     F16 lane[RT][ST];
     for (int r = 0; r < RT; ++r)
         for (int s = 0; s < ST; ++s) lane[r][s] = splat(0.0f);
     const int64_t whole = columns / kLanes * kLanes;
+    // A single row of x is as fast as memory: ask for the next RT rows of W in the order in which they lie.
+    constexpr bool kFetch = RT > 1 && ST == 1;
+    const char* next = kFetch ? w[RT - 1].bytes() + (w[1].bytes() - w[0].bytes()) : nullptr;
     for (int64_t k = 0; k < whole; k += kLanes) {
+        if (kFetch) {
+            for (int at = 0; at < RT * Source::kStepBytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+            next += RT * Source::kStepBytes;
+        }
         F16 part[ST];
 #pragma GCC unroll 8
         for (int s = 0; s < ST; ++s) part[s] = load(x + s * columns + k);
