@@ -19,12 +19,14 @@ import traceback
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 from tqdm import tqdm
 
 from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error, SpaceError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*$", re.IGNORECASE | re.ASCII)
 _JSON_INTERVAL_S = 1.0
@@ -84,6 +86,29 @@ def exit_code_help(codes: Iterable[ExitCode]) -> str:
     """The paragraph for --help that lists what each exit status means."""
     lines = [f"  {int(code):<4}{EXIT_CODE_HELP[code]}" for code in codes]
     return "\b\nExit codes:\n" + "\n".join(lines)
+
+
+def version_option(command: _Command) -> _Command:
+    """`--version`: the package's version, and that of the format it writes."""
+
+    def show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            from importlib.metadata import version  # takes longer than all of --help
+
+            from k3.container.layout import VERSION
+
+            click.echo(f"{context.find_root().info_name} {version('k3-store')} (container format {VERSION})")
+            context.exit()
+
+    option = click.option(
+        "--version",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=show,
+        help="Show the version and exit.",
+    )
+    return option(command)
 
 
 def emit_json(message_type: str, **fields: Any) -> None:

@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 from k3.container.direct import drive_error
-from k3.container.errors import SourceError
+from k3.container.errors import DriveError, SourceError
 from k3.container.modelconfig import CONFIG_NAME
 from k3.container.wording import shown_name
 
@@ -51,6 +51,21 @@ def snapshot_directory(path: Path) -> Path:
         path=revisions_in,
         advice="Name the folder of one revision",
     )
+
+
+def possible_snapshots(path: Path) -> list[Path]:
+    """`path` and, if it is a cache folder, the directories of all its revisions, by name.
+
+    For looking for files that are known by name: nothing is refused, what cannot be looked at is left out.
+    """
+    revisions_in = path if path.name == "snapshots" else path / "snapshots"
+    try:
+        return [
+            path,
+            *(revisions_in / name for name, is_directory in list_directory(revisions_in) if is_directory),
+        ]
+    except (SourceError, DriveError):
+        return [path]
 
 
 def blob_sha256(path: Path) -> str | None:

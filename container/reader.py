@@ -22,6 +22,7 @@ from k3.container import checksum
 from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, CatalogTensor
 from k3.container.direct import ReadFile, aligned_buffer, drive_error, span_bytes
 from k3.container.errors import ContainerError, DamageError, IncompleteError, NotAContainerError, VersionError
+from k3.container.hf_cache import possible_snapshots
 from k3.container.keys import Encoding, ExpertLayout, Extent
 from k3.container.layout import JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
@@ -216,9 +217,11 @@ def recorded_places(home: Path, manifest: Manifest) -> list[Path]:
 def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[LocatedRoot, ...]:
     """Find every root: drive roots by the UUID in their root.json, among `places` and where roots were recorded.
 
-    IncompleteError names every root that is nowhere.
+    A place may be a download cache's folder above the snapshot that is looked for. IncompleteError names every
+    root that is nowhere.
     """
     hints = recorded_places(home, manifest)
+    places = [directory for place in places for directory in possible_snapshots(place)]
     drives = {uuid: place for place in (*hints, *places) if (uuid := _root_identity(place, manifest)) is not None}
     found = []
     missing = []
@@ -241,6 +244,12 @@ def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tupl
             advice="Mount the drives, or name the directories with --dirs",
         )
     return tuple(found)
+
+
+def unused_places(roots: Sequence[LocatedRoot], places: Sequence[Path]) -> list[Path]:
+    """Which of the `places` that were named hold none of the located `roots`: misspelt, or not mounted."""
+    used = {root.directory.resolve() for root in roots}
+    return [place for place in places if used.isdisjoint(path.resolve() for path in possible_snapshots(place))]
 
 
 def _root_identity(directory: Path, manifest: Manifest) -> str | None:

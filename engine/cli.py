@@ -124,6 +124,7 @@ class _RunOrBench(click.Command):
 @click.option("--drive-gb-per-s", type=Real(0, above=True), help="With --plan: this rate, not a measured one.")
 @click.option("--memory-gb-per-s", type=Real(0, above=True), help="With --plan: this rate, not a measured one.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout: tokens as they come, then a summary.")
+@console.version_option
 def main(**options: Any) -> None:
     """Continue a prompt with a Kimi K3 model.
 

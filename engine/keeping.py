@@ -77,6 +77,7 @@ class Keeper:
         self._path = path
         self._form: PromptForm = form
         self._kept = None if saved is None else (saved.taken, saved.tokens, saved.prompt)
+        self._failed = False  # saving was tried, and did not come to its end
         self._session = session
         self._timeline = timeline
 
@@ -86,8 +87,9 @@ class Keeper:
         new = (session.position, tokens, self._form)
         if self._path is None or session.position == 0 or new == self._kept:
             return
+        self._failed = True
         session.save(self._path, later=tokens[session.position :], prompt=self._form)
-        self._kept = new
+        self._kept, self._failed = new, False
 
     def __enter__(self) -> Keeper:
         self.interrupts.__enter__()
@@ -98,7 +100,7 @@ class Keeper:
     ) -> None:
         """An error is on its way: save what can be. That this fails too is said, and goes no further."""
         try:
-            if kind is not None and self._path is not None:
+            if kind is not None and self._path is not None and not self._failed:
                 self._rescue(self._path)
         finally:
             self.interrupts.__exit__(kind, value, trace)

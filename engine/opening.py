@@ -18,7 +18,7 @@ from k3.container.errors import ConfigError, DamageError
 from k3.container.hf_cache import snapshot_directory
 from k3.container.memory_limit import memory_limit
 from k3.container.modelconfig import CONFIG_NAME, load_config
-from k3.container.reader import Container
+from k3.container.reader import Container, unused_places
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
 from k3.engine.attaching import Attachment, attach, open_experts
@@ -100,7 +100,11 @@ def find_model(settings: ModelSettings) -> FoundModel:
     container = Container.open(settings.container, settings.roots)
     try:
         _check_recipe(container, settings)
-        return _checked(container, settings.container / "config.json", settings, [])
+        warnings = [
+            f"--dirs: {place} holds no root of this container"
+            for place in unused_places(container.roots, settings.roots)
+        ]
+        return _checked(container, settings.container / "config.json", settings, warnings)
     except BaseException:
         container.close()
         raise

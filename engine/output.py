@@ -19,6 +19,10 @@ from k3.engine.tokenizer import Tokenizer
 class Output(Protocol):
     """Told of every token, then of the end or of an interruption."""
 
+    @property
+    def mid_line(self) -> bool:
+        """Whether stdout stands behind text, not at the beginning of a line."""
+
     def token(self, token: int, *, is_stop: bool) -> None:
         """A token was chosen; `is_stop` when it ends the generation."""
 
@@ -39,6 +43,11 @@ class TextOutput:
         """`before` are the tokens that the text goes on from, which may end inside a character."""
         self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._begun = False
+        self._mid_line = False
+
+    @property
+    def mid_line(self) -> bool:
+        return self._mid_line
 
     def token(self, token: int, *, is_stop: bool) -> None:
         if self._detokenizer is None:
@@ -60,6 +69,7 @@ class TextOutput:
 
     def _write(self, text: str) -> None:
         self._begun = self._begun or bool(text)
+        self._mid_line = not text.endswith("\n") if text else self._mid_line
         # A terminal that cannot show a character gets a question mark; the generation goes on.
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
@@ -84,6 +94,10 @@ class JsonOutput:
         self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._pieces: list[str] = []
         self._count = 0
+
+    @property
+    def mid_line(self) -> bool:
+        return False
 
     def token(self, token: int, *, is_stop: bool) -> None:
         text = None

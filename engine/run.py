@@ -20,6 +20,7 @@ from k3.container.console import Progress
 from k3.container.errors import K3Error, UnsupportedError
 from k3.engine.keeping import Keeper, check_continues, open_saved
 from k3.engine.logits_file import LogitsFile
+from k3.engine.notices import Notices
 from k3.engine.opening import FoundModel, find_model, load_model, model_options, open_route_trace
 from k3.engine.output import JsonOutput, Output, TextOutput
 from k3.engine.plan import dense_bytes
@@ -94,7 +95,7 @@ def run(settings: RunSettings) -> None:
         keeper = Keeper(
             settings.state, prompt.form, saved, session, lambda: (*prompt.ids, *generated.ids)
         )  # fmt: skip
-        with _reported(output, generated), keeper:
+        with keeper, Notices(output), _reported(output, generated):
             _generate(session, prompt, settings, stop_ids, logits, output, report, generated, keeper)
             keeper.save()
             _finish_report(report, experts)

@@ -13,7 +13,16 @@ from typing import Any, NoReturn
 
 import click
 
-from k3.container.console import DirectoryList, Progress, SizeType, emit_json, exit_code_help, format_size, run
+from k3.container.console import (
+    DirectoryList,
+    Progress,
+    SizeType,
+    emit_json,
+    exit_code_help,
+    format_size,
+    run,
+    version_option,
+)  # fmt: skip
 from k3.container.errors import ExitCode
 from k3.container.recipe import MATRIX_ENCODINGS, Recipe
 from k3.repack.compare import Comparison
@@ -152,6 +161,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     help="Go past the page cache (default).",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
+@version_option
 def main(
     snapshot: Path,
     container: Path,

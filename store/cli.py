@@ -77,6 +77,7 @@ def _json_option(command: _F) -> _F:
 
 
 @click.group(context_settings=_SETTINGS, epilog=_EPILOG)
+@console.version_option
 def main() -> None:
     """One daemon owns the drives and the memory; any number of engines lease experts from it."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from k3.container.console import DirectoryList, Progress, emit_json, exit_code_help, run
+from k3.container.console import DirectoryList, Progress, emit_json, exit_code_help, run, version_option
 from k3.container.errors import ContainerError, ExitCode
 from k3.verify.against_source import check_against_source, open_source
 from k3.verify.bytes import check_bytes
@@ -59,6 +59,7 @@ class _Selection(click.ParamType[Selection]):
     help="Go past the page cache (default).",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
+@version_option
 def main(
     container: Path,
     dirs: tuple[Path, ...],

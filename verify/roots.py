@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from k3.container.hf_cache import possible_snapshots
 from k3.container.layout import EXPERTS_DIRECTORY, ROOT_NAME
 from k3.container.manifest import Manifest
 from k3.container.reader import recorded_places
@@ -24,9 +25,10 @@ def find_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[
 
     A drive root is looked for by the UUID in its root.json: in `places`, at its recorded path, and at the paths
     of the other roots, since drives may be mounted the other way round. A source root is the place that holds
-    most of its files.
+    most of its files; a download cache's folder stands for each of its revisions.
     """
     hints = recorded_places(home, manifest)
+    places = [directory for place in places for directory in possible_snapshots(place)]
     by_uuid: dict[str, Path] = {}
     for candidate in [*places, *hints]:
         by_uuid.setdefault(_claims(candidate)[1], candidate)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from engines import GOLDEN_REL_L2, VECTORS, copied, golden, rel_l2
 
+from k3.container.layout import VERSION
 from k3.container.recipe import Recipe
 from k3.engine import output
 from k3.engine.cli import main
 from k3.engine.run import read_warnings
+from k3.repack.cli import main as repack_main
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
+from k3.store.cli import main as store_main
 from k3.store.source import SourceStats
+from k3.verify.cli import main as verify_main
 
 TINY = str(VECTORS / "tiny_s1")
 EXACT = ["--bits", "16", "--mla-bits", "16", "--head-bits", "16", "--exact"]
@@ -39,6 +46,33 @@ def joined(ids: Any) -> str:
 
 def read_logits(path: Path, vocab: int = 512) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.fromfile(path, "<f4").reshape(-1, vocab)
+
+
+@pytest.mark.parametrize("command", [main, repack_main, store_main, verify_main])
+def test_every_command_has_a_version(command: click.Command) -> None:
+    result = CliRunner().invoke(command, ["--version"], prog_name="k3-some")
+    assert (result.exit_code, result.stdout) == (
+        0,
+        f"k3-some {version('k3-store')} (container format {VERSION})\n",
+    )
+
+
+def test_a_notice_never_lands_inside_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal; elsewhere stderr is not where the line is."""
+    original = output.TextOutput.token
+
+    def token(self: output.TextOutput, token: int, *, is_stop: bool) -> None:
+        original(self, token, is_stop=is_stop)
+        logging.getLogger("k3.store").warning("the daemon went %s", "away")
+
+    monkeypatch.setattr(output.TextOutput, "token", token)
+    arguments = ["--snapshot", TINY, "--ids", "1,2", "--ngen", "3"]
+    plain = k3_run(*arguments)
+    assert plain.stderr.startswith("the daemon went away\n" * 3)
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
+    shown = k3_run(*arguments)
+    assert shown.stdout == plain.stdout
+    assert "\nthe daemon went away\n\nthe daemon went away\n" in shown.stderr
 
 
 @pytest.mark.parametrize("name", ["tiny_s0", "tiny_s1"])
@@ -177,6 +211,14 @@ def test_other_bits_than_the_containers_are_refused(containers: dict[str, list[s
     result = k3_run(*arguments, env={"K3_HEAD_BITS": "16"})
     assert result.exit_code == 2
     assert "--head-bits 16" in result.stderr
+
+
+def test_a_misspelt_root_is_told_of(containers: dict[str, list[str]]) -> None:
+    arguments = [*containers["one"], "--ids", "1", "--ngen", "1"]
+    result = k3_run(*arguments, "--dirs", "/nowhere/misspelt")
+    assert result.exit_code == 0
+    assert "warning: --dirs: /nowhere/misspelt holds no root of this container" in result.stderr
+    assert "warning" not in k3_run(*containers["cut"], "--ids", "1", "--ngen", "1").stderr
 
 
 def test_settings_come_from_the_environment(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from k3.container.errors import (
 )
 from k3.container.keys import Encoding, ExpertKey, tensor_bytes
 from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_NAME
-from k3.container.reader import Container
+from k3.container.reader import Container, unused_places
 
 
 @pytest.fixture(params=["one root", "three roots", "in place"])
@@ -349,4 +349,29 @@ def test_a_buffer_is_not_shared_between_tensors(built: Built) -> None:
         container.read_tensor(name)
     assert np.array_equal(first.data, copy)
     assert aligned_buffer(1).ctypes.data % 4096 == 0
+    container.close()
+
+
+@pytest.mark.parametrize("named", ["models--a--b", "models--a--b/snapshots", "models--a--b/snapshots/2"])
+def test_shards_that_moved_into_a_download_cache_are_found(named: str, tmp_path: Path) -> None:
+    """Under any of the names that a snapshot there can be given; another revision is beside it."""
+    built = build_container(tmp_path / "home", in_place=tmp_path / "snapshot")
+    cache = tmp_path / "models--a--b" / "snapshots"
+    (cache / "1").mkdir(parents=True)
+    (tmp_path / "snapshot").rename(cache / "2")
+    with pytest.raises(IncompleteError):
+        Container.open(built.home, [tmp_path / "models--c--d"])
+    container = Container.open(built.home, [tmp_path / named])
+    assert container.roots[-1].directory == cache / "2"
+    assert unused_places(container.roots, [tmp_path / named]) == []
+    container.close()
+
+
+def test_places_without_a_root_are_known(split: Built, tmp_path: Path) -> None:
+    container = Container.open(split.home, [tmp_path / "a", tmp_path / "misspelt", tmp_path])
+    assert unused_places(container.roots, [tmp_path / "a", tmp_path / "misspelt", tmp_path]) == [
+        tmp_path / "misspelt", tmp_path,
+    ]  # fmt: skip
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    assert unused_places(container.roots, [tmp_path / "link"]) == []
     container.close()

@@ -241,6 +241,9 @@ def test_the_source_of_an_in_place_container_is_gone(tmp_path: Path) -> None:
     (tmp_path / "snapshot").rename(tmp_path / "moved")
     assert only(built).kind is Kind.INCOMPLETE
     assert found(built, tmp_path / "moved") == []
+    (tmp_path / "models--a--b" / "snapshots").mkdir(parents=True)
+    (tmp_path / "models--a--b" / "snapshots" / "1").symlink_to(tmp_path / "moved")
+    assert found(built, tmp_path / "models--a--b") == []
     next((tmp_path / "moved").iterdir()).unlink()
     assert only(built, tmp_path / "moved").kind is Kind.MISSING
 
