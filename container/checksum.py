@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +27,9 @@ def canonical_json(value: Any) -> bytes:
 
 def content_uuid(content: bytes) -> str:
     """A version 8 UUID from the first 16 bytes of the SHA-256 of `content`."""
+    import hashlib  # these two are for those who write containers, and slow to import
+    import uuid
+
     raw = bytearray(hashlib.sha256(content).digest()[:16])
     raw[6] = raw[6] & 0x0F | 0x80
     raw[8] = raw[8] & 0x3F | 0x80

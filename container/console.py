@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
-from tqdm import tqdm
 
 from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error, SpaceError
 
@@ -202,6 +201,8 @@ class Progress:
         self._start = self._last = time.monotonic()
         self._bar = None
         if not as_json and not quiet:
+            from tqdm import tqdm  # takes longer to import than the rest of a command's --help
+
             self._bar = tqdm(
                 total=total_bytes, desc=what, unit="B", unit_scale=True, dynamic_ncols=True,
                 file=sys.stderr, disable=None, leave=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from k3 import kernels
 from k3.container import checksum
@@ -21,7 +22,6 @@ from k3.container.modelconfig import CONFIG_NAME, load_config
 from k3.container.reader import Container, unused_places
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
-from k3.engine.attaching import Attachment, attach, open_experts
 from k3.engine.config import ModelConfig, parse_layers, token_ids
 from k3.engine.model import Model, ModelOptions
 from k3.engine.plan import Source, plan_memory
@@ -32,6 +32,9 @@ from k3.engine.weights import check_shapes, needed_names
 from k3.store.file import FileSource
 from k3.store.route_trace import RouteHeader, RouteTraceWriter, TracedLayer
 from k3.store.source import ExpertSource
+
+if TYPE_CHECKING:
+    from k3.engine.attaching import Attachment
 
 DEFAULT_BITS = 8
 
@@ -112,6 +115,8 @@ def find_model(settings: ModelSettings) -> FoundModel:
 
 def _attached(settings: ModelSettings) -> FoundModel:
     """The model of the daemon that the settings name."""
+    from k3.engine.attaching import attach
+
     attachment = attach(settings)
     try:
         found = _checked(attachment.source, attachment.source.home / CONFIG_NAME, settings, [])
@@ -199,6 +204,8 @@ def load_model(
 
 def _open_experts(found: FoundModel, settings: ModelSettings, cache_bytes: int) -> ExpertSource:
     if found.attachment is not None:
+        from k3.engine.attaching import open_experts
+
         return open_experts(found.attachment, settings, cache_bytes)
     return FileSource(found.source, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
 

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tiktoken
-
 from k3.container.errors import ConfigError
 
 SPECIAL_COUNT = 256
@@ -65,6 +63,8 @@ class Tokenizer:
         if len(self.specials) != SPECIAL_COUNT:
             raise ValueError("two special tokens have one name")
         self.skipped_ids = skipped
+        import tiktoken  # a run on ids needs none of it
+
         self._encoding = tiktoken.Encoding(
             "k3", pat_str=PATTERN, mergeable_ranks=dict(ranks), special_tokens=self.specials
         )

@@ -11,15 +11,17 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3.container.errors import ContainerError, UnsupportedError
 from k3.container.keys import ExpertLayout, Extent
 from k3.container.reader import encoded_tensor
 from k3.container.source import EncodedTensor
 from k3.store.descriptor import DenseTensor, ExpertLayer, ModelDescriptor, Span
-from k3.store.link import Link
 from k3.store.source import Payload
+
+if TYPE_CHECKING:
+    from k3.store.link import Link
 
 
 class DaemonModel:

@@ -264,8 +264,13 @@ def test_help_is_quick_and_complete() -> None:
     assert time.monotonic() - began_s < 2  # 0.1 s on a quiet machine
     for word in ("--container", "--snapshot", "--ids", "--expert-gb", "Exit codes", "130"):
         assert word in shown
-    heavy = "import sys, k3.engine.cli; print({'numpy', 'tiktoken', 'lmdb'} & set(sys.modules))"
+    heavy = "import sys, k3.engine.cli; print({'numpy', 'tiktoken', 'lmdb', 'tqdm'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_a_run_on_ids_imports_no_tokenizer_and_no_daemon() -> None:
+    rare = "import sys, k3.engine.run; print({'tiktoken', 'tqdm', 'k3.store.client'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", rare], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_an_interrupt_ends_the_line_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

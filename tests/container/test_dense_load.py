@@ -155,7 +155,14 @@ def test_what_the_listener_raises_is_raised(container: Container) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_the_end_is_told_once_before_the_last_tensor(container: Container, late: bool) -> None:
     ends: list[bool] = []
-    load = DenseLoad(container, NAMES, on_end=lambda: ends.append(NAMES[-1] in load._ready))
+    made = threading.Event()
+
+    def ended() -> None:
+        made.wait()
+        ends.append(NAMES[-1] in load._ready)
+
+    load = DenseLoad(container, NAMES, on_end=ended)
+    made.set()
     if late:
         load.take(NAMES[-1])
     else:
