@@ -173,7 +173,7 @@ def measure(engine: Loaded, meter: MemoryMeter, past: int, steps: int) -> dict[s
     experts = len(engine.moe_layers) * engine.model.config.moe.top_k
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "variant": kernels.cpu_variant(),
         "threads": kernels.get_threads(),
         "past": past,
@@ -250,7 +250,8 @@ def main() -> None:
     print(json.dumps({"breakdown": result}))
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """As the kernel names it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -30,6 +30,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from breakdown import cpu_name
+from breakdown import table as breakdown_table
 from loaded import make_container
 
 BENCH = Path(__file__).parent
@@ -79,7 +81,9 @@ def main() -> None:
     parser.add_argument("--container", type=Path, help="a container to measure instead")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(PARTS), help="some of: " + ", ".join(PARTS))
-    parser.add_argument("--docs", action="store_true", help="write docs/roofline.png and print the page's table")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the figures and the picture of docs/performance.md"
+    )
     parser.add_argument("--tiny", action="store_true", help="a model of kilobytes: what is printed means nothing")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
@@ -95,12 +99,48 @@ def main() -> None:
         breakdown = Path(folder) / "breakdown.json"
         options = Options(container, arguments.rounds, arguments.tiny, breakdown)
         figures = [figure for part in parts for figure in PARTS[part](options)]
-        if arguments.docs and breakdown.exists():
-            _run("roofline.py", str(breakdown), str(DOCS / "roofline.png"))
+        if arguments.docs:
+            write_page(figures, breakdown)
     print(table(figures))
     stamp = datetime.now(timezone.utc).date().isoformat()
     head = {"date": stamp, "load": os.getloadavg()[0], "rounds": arguments.rounds, "tiny": arguments.tiny}
     print(json.dumps(head | {"figures": [asdict(figure) | {"met": figure.met} for figure in figures]}))
+
+
+def write_page(figures: list[Figure], breakdown: Path) -> None:
+    """Put the figures, and the breakdown if it was measured, into docs/performance.md; draw its picture."""
+    page = DOCS / "performance.md"
+    text = between(page.read_text(), "figures", f"{_machine()}\n\n{table(figures)}")
+    if breakdown.exists():
+        result = json.loads(breakdown.read_text())
+        head = (
+            f"{result['cpu']}, {result['threads']} threads, {result['variant']}, {result['date']}; memory "
+            f"{result['memory_rate'] / 1e9:.1f} GB/s, {result['past']} tokens before; without the clocks a step "
+            f"takes {result['step_ns'] / 1e6:.1f} ms."
+        )
+        text = between(text, "breakdown", f"{head}\n\n{breakdown_table(result)}")
+        _run("roofline.py", str(breakdown), str(DOCS / "roofline.png"))
+    page.write_text(text)
+
+
+def between(text: str, name: str, block: str) -> str:
+    """A text with what stands between the marks of `name` replaced. SystemExit without the marks."""
+    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, mark, rest = text.partition(begin)
+    _, other, after = rest.partition(end)
+    if not mark or not other:
+        raise SystemExit(f"the page has no place for {name}")
+    return f"{before}{begin}{block}\n{end}{after}"
+
+
+def _machine() -> str:
+    """One line: processor, cores, memory, load and date."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    stamp = datetime.now(timezone.utc).date().isoformat()
+    return (
+        f"{cpu_name()}, {os.cpu_count()} cores, {memory_bytes / (1 << 30):.0f} GiB, load "
+        f"{os.getloadavg()[0]:.1f}, {stamp}; `python bench/engine.py`."
+    )
 
 
 def table(figures: list[Figure]) -> str:
