@@ -22,11 +22,13 @@ from pathlib import Path
 
 from k3 import kernels
 from k3.container.console import Progress
+from k3.container.errors import UnsupportedError
 from k3.container.keys import Encoding
+from k3.container.memory_limit import gb, memory_limit
 from k3.container.reader import Container
 from k3.container.snapshot import Snapshot
 from k3.engine.bench_table import Format, Machine, ReadsFrom, Result, Sample, Table, Workload, open_table
-from k3.engine.ceilings import MemoryMeter, drive_rate
+from k3.engine.ceilings import MEMORY_BYTES, MemoryMeter, drive_rate
 from k3.engine.model import Model
 from k3.engine.opening import FoundModel, find_model, load_model
 from k3.engine.plan import dense_bytes
@@ -68,10 +70,11 @@ def bench(settings: BenchSettings) -> None:
         for warning in found.warnings:
             sys.stderr.write(f"warning: {warning}\n")
         check_room(tests, found.config.max_positions)
+        # Before the model, so that the plan of its memory counts the meter's in.
+        meter = stack.enter_context(_memory_meter(settings.model.threads or kernels.get_threads()))
         model, experts = _load(found, settings, tests)
         stack.callback(experts.close)
         table = open_table(settings.form, sys.stdout)
-        meter = stack.enter_context(MemoryMeter(kernels.get_threads()))
         measuring = _Measuring(found, model, experts, settings, table, meter)
         try:
             for test in tests:
@@ -105,6 +108,16 @@ def check_room(tests: list[Workload], max_positions: int) -> None:
                 f"{test.name} needs {test.depth + test.tokens} tokens, more than the model's context of "
                 f"{max_positions} (max_position_embeddings)"
             )
+
+
+def _memory_meter(threads: int) -> MemoryMeter:
+    """UnsupportedError where there is no room for what it reads."""
+    limit = memory_limit()
+    if limit.free_bytes < MEMORY_BYTES:
+        raise UnsupportedError(
+            f"to measure memory takes {gb(MEMORY_BYTES)} of it, and {limit.set_by} leaves {gb(limit.free_bytes)}"
+        )
+    return MemoryMeter(threads)
 
 
 def _load(found: FoundModel, settings: BenchSettings, tests: list[Workload]) -> tuple[Model, ExpertSource]:

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from daemons import daemon_inside
 from engines import VECTORS
 
+from k3.container.memory_limit import Limit
 from k3.engine import bench
 from k3.engine.ceilings import DriveRate, MemoryMeter
 from k3.engine.cli import main
@@ -140,6 +141,14 @@ def test_no_model() -> None:
     result = k3_bench("-p", "4")
     assert result.exit_code == 2
     assert "--container or --snapshot" in result.stderr
+
+
+def test_too_little_memory_for_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "memory_limit", lambda: Limit(1e8, "a test"))
+    result = k3_bench("--snapshot", TINY)
+    assert result.exit_code == 9
+    assert "a test leaves 0.100 GB" in result.stderr
+    assert result.stdout == ""
 
 
 def test_only_the_first_word_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
