@@ -1,15 +1,27 @@
 # Types of the native module, written by hand; tests/store/test_native_layout.py compares the names.
 # store/native.py is the face that other modules use for Server and ClientRing; Policy is used as it is.
 
-from collections.abc import Buffer, Mapping, Sequence
+from collections.abc import Buffer, Callable, Mapping, Sequence
 from typing import Any
 
 def xxh3_128(data: Buffer) -> bytes:
     """The 16 bytes of xxh3-128, seed 0, canonical order. Releases the interpreter's lock."""
 
+def xxh3_128_in_steps(data: Buffer, steps: Sequence[int]) -> bytes:
+    """For tests: the same of data that arrives bit by bit; `steps` are ascending numbers of bytes."""
+
 def xxh3_variant() -> str: ...
 def set_xxh3_variant(name: str) -> bool: ...
 def layout() -> dict[str, Any]: ...
+def reserve(fd: int, size_bytes: int, name: str, on_reserved: Callable[[int], None] | None) -> int:
+    """Make all pages of a memfd present; how many bytes are in huge pages. OSError when memory is refused."""
+
+class SharedMapping(Buffer):
+    """A mapping of a memfd as a buffer. OSError when it cannot be mapped."""
+
+    def __init__(self, fd: int, size_bytes: int, writable: bool) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 def policy_names() -> tuple[str, ...]:
     """layer-lru, lru, s3-fifo, least-stale, pin-lru; what they do is in store/src/policy.h."""
 
@@ -80,6 +92,7 @@ class Server:
         quota: int,
         entries: int,
         open_files: int,
+        on_reserved: Callable[[int], None] | None,
     ) -> None: ...
     def add_file(self, root: int, path: str, direct: bool) -> int: ...
     def set_layer(self, layer: int, payload_bytes: int, pieces: Sequence[int], records: Buffer) -> None: ...
@@ -88,6 +101,8 @@ class Server:
     def arena_fd(self) -> int: ...
     @property
     def arena_bytes(self) -> int: ...
+    @property
+    def arena_huge_bytes(self) -> int: ...
     @property
     def events_fd(self) -> int: ...
     @property

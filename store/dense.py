@@ -7,13 +7,10 @@ that fails is read once more. Called by the daemon before it serves; the threads
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent, CatalogTensor
@@ -21,8 +18,8 @@ from k3.container.direct import Bytes
 from k3.container.errors import DamageError, DriveError, K3Error, UnsupportedError
 from k3.container.keys import PAGE_BYTES, page_ceil
 from k3.container.reader import Container
-from k3.store.drive_info import huge_bytes
 from k3.store.handles import OpenFiles, default_open_files
+from k3.store.native import map_shared
 
 RUN_BYTES = 16 << 20
 THREADS = 8
@@ -96,36 +93,22 @@ def _run_bytes(run: Sequence[_Piece], more: _Piece) -> int:
 
 def load_dense(
     descriptor: int, nbytes: int, runs: Sequence[Run], *, direct: bool, on_read: Callable[[int], None]
-) -> int | None:
+) -> None:
     """Fill the memfd `descriptor` of `nbytes` (whole pages). The mapping is gone when this returns.
 
-    `on_read` is told the bytes of each run as it ends, in this thread. Returns how many bytes are in huge pages,
-    None where the kernel does not say. DriveError or DamageError name file, tensor and offset.
+    `on_read` is told the bytes of each run as it ends, in this thread. DriveError or DamageError name file,
+    tensor and offset.
     """
-    if not nbytes:
-        return 0
-    area = mmap.mmap(descriptor, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        _ask_for_huge_pages(area)
-    into: Bytes = np.frombuffer(area, dtype=np.uint8)
+    into: Bytes = map_shared(descriptor, nbytes, writable=True)
     files = OpenFiles(default_open_files(), direct=direct)
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="k3-dense")
     try:
         reads = [pool.submit(_read_run, files, run, into) for run in runs]
         for read in as_completed(reads):
             on_read(read.result())
-        return huge_bytes()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         files.close()
-
-
-def _ask_for_huge_pages(area: mmap.mmap) -> None:
-    """Where the kernel gives shared memory no huge pages this is refused, and small ones do as well."""
-    try:
-        area.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        return
 
 
 def _read_run(files: OpenFiles, run: Run, into: Bytes) -> int:

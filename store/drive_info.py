@@ -43,18 +43,6 @@ def device_read_bytes(pid: str = "self", proc: Path = PROC) -> int | None:
     return None
 
 
-def huge_bytes(pid: str = "self", proc: Path = PROC) -> int | None:
-    """Bytes of shared memory that this process maps with huge pages; None where the kernel does not say."""
-    try:
-        lines = (proc / pid / "smaps_rollup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("ShmemPmdMapped:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _line(path: Path) -> str | None:
     try:
         return path.read_text().strip() or None

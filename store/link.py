@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import socket
 import time
@@ -19,12 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from k3.container.errors import DaemonError, WireError
 from k3.store import wire
 from k3.store.descriptor import ModelDescriptor, parse_descriptor
-from k3.store.native import NativeRing
+from k3.store.native import NativeRing, map_shared
 from k3.store.socket_file import check_length
 from k3.store.source import Payload
 
@@ -198,7 +195,4 @@ def _mapped(descriptor: int, nbytes: int) -> Payload:
     """A read-only view of a memfd, which stays mapped as long as there are views. WireError when it is smaller."""
     if os.fstat(descriptor).st_size < nbytes:
         raise WireError(f"a memfd of {os.fstat(descriptor).st_size} bytes was announced with {nbytes}")
-    if nbytes == 0:
-        return np.frombuffer(b"", dtype=np.uint8)
-    area = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    return np.frombuffer(area, dtype=np.uint8)
+    return map_shared(descriptor, nbytes)

@@ -61,6 +61,10 @@ class StatusCollector(Collector):
         yield from _cache(status["cache"])
         yield from _clients(status["clients"])
         yield _gauge("dense_bytes", "Dense tensors in memory, shared by every engine", status["dense"]["bytes"])
+        huge = GaugeMetricFamily(f"{PREFIX}_huge_page_bytes", "Shared memory in huge pages", labels=["of"])
+        huge.add_metric(["experts"], status["cache"]["huge_bytes"])
+        huge.add_metric(["dense"], status["dense"]["huge_bytes"])
+        yield huge
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -26,7 +26,8 @@ class ModelMemory:
     def __init__(self, dense: int, dense_bytes: int, model: int, model_bytes: int) -> None:
         self.dense, self.dense_bytes = dense, dense_bytes
         self.model, self.model_bytes = model, model_bytes
-        self.huge_bytes: int | None = None
+        self.huge_bytes = 0
+        """How much of the dense tensors is in huge pages."""
         self.load_s = 0.0
 
     @classmethod
@@ -45,19 +46,23 @@ class ModelMemory:
         tensors = tuple(container.tensor(name) for name in container.tensor_names())
         placed, dense_bytes = place_dense(tensors)
         text = describe(container, placed, _text_files(container), files).render()
-        dense = make_memfd("k3-dense", dense_bytes)
+        dense, huge_bytes = make_memfd(
+            "k3-dense",
+            dense_bytes,
+            lambda done_bytes: on_progress("reserving memory for dense tensors", done_bytes, dense_bytes),
+        )
         try:
             done_bytes = 0
 
             def on_read(nbytes: int) -> None:
                 nonlocal done_bytes
                 done_bytes += nbytes
-                on_progress("dense tensors", done_bytes, dense_bytes)
+                on_progress("reading dense tensors", done_bytes, dense_bytes)
 
             runs = plan_runs(container, tensors)
-            huge_bytes = load_dense(dense, dense_bytes, runs, direct=direct, on_read=on_read)
+            load_dense(dense, dense_bytes, runs, direct=direct, on_read=on_read)
             seal_future_write(dense)
-            model = make_memfd("k3-model", len(text))
+            model, _ = make_memfd("k3-model", len(text))
         except BaseException:
             os.close(dense)
             raise

@@ -15,7 +15,7 @@ import fcntl
 import logging
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +25,22 @@ import numpy as np
 
 from k3.container.direct import drive_error
 from k3.container.errors import UnsupportedError
-from k3.store._store import ClientRing, Completion, Policy, Server, policy_names, xxh3_128
+from k3.store._store import (
+    ClientRing,
+    Completion,
+    Policy,
+    Server,
+    SharedMapping,
+    policy_names,
+    reserve,
+    xxh3_128,
+)
 from k3.store.ring_layout import DEFAULT_ENTRIES, PAGE_BYTES, Op
 from k3.store.source import Payload
 
 __all__ = [
     "ClientGrant", "Completion", "Granted", "NativeRing", "NativeServer", "Policy", "ServerSettings", "Woken",
-    "make_memfd", "policy_names", "seal_all", "seal_future_write", "slot_bytes_for", "xxh3_128",
+    "make_memfd", "map_shared", "policy_names", "seal_all", "seal_future_write", "slot_bytes_for", "xxh3_128",
 ]  # fmt: skip
 
 Io = Literal["threads", "uring"]
@@ -79,7 +88,7 @@ class ServerSettings:
     pins: tuple[tuple[int, int], ...] = ()
     io: Io = "threads"
     io_depth: int = 4  # reads in progress per root
-    checkers: int = 2  # threads that compute digests
+    checkers: int = 0  # threads that compute digests; 0: one per root, on at most half of the processors
     verify: Verify = "always"
     entries: int = DEFAULT_ENTRIES
     open_files: int = dataclasses.field(default_factory=default_open_files)
@@ -107,10 +116,12 @@ class NativeServer:
     each other.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, on_reserved: Callable[[int], None] | None = None) -> None:
+        """`on_reserved` is told now and then how many bytes of the arena are reserved."""
         self.settings = settings
+        given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
         try:
-            self._server = Server(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)})
+            self._server = Server(**given, on_reserved=on_reserved)
         except OSError as error:
             arena_bytes = settings.slot_bytes * settings.slots
             raise UnsupportedError(
@@ -161,6 +172,11 @@ class NativeServer:
     def arena_bytes(self) -> int:
         """Size of the arena."""
         return self._server.arena_bytes
+
+    @property
+    def arena_huge_bytes(self) -> int:
+        """How much of the arena is in huge pages."""
+        return self._server.arena_huge_bytes
 
     @property
     def events_fd(self) -> int:
@@ -316,10 +332,11 @@ class NativeRing:
         self._ring.close()
 
 
-def make_memfd(name: str, size_bytes: int) -> int:
-    """A memfd of this size with its memory reserved, ready to be filled and sealed.
+def make_memfd(name: str, size_bytes: int, on_reserved: Callable[[int], None] | None = None) -> tuple[int, int]:
+    """A memfd of this size with its memory reserved, ready to be filled and sealed; and its bytes in huge pages.
 
-    UnsupportedError with the numbers when it cannot be had.
+    `on_reserved` is told now and then how many bytes are reserved. UnsupportedError with the numbers when the
+    memory cannot be had.
     """
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -327,15 +344,27 @@ def make_memfd(name: str, size_bytes: int) -> int:
         raise UnsupportedError(f"no memory can be shared: {error.strerror}") from error
     try:
         os.ftruncate(fd, size_bytes)
-        if size_bytes:
-            os.posix_fallocate(fd, 0, size_bytes)
+        return fd, reserve(fd, size_bytes, name, on_reserved)
     except OSError as error:
         os.close(fd)
         raise UnsupportedError(
             f"{size_bytes} bytes of shared memory for {name} cannot be had: {error.strerror}",
             advice="Allow more memory",
         ) from error
-    return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def map_shared(fd: int, size_bytes: int, *, writable: bool = False) -> Payload:
+    """The bytes of a memfd, mapped as long as there are views of them; huge pages below are mapped as such.
+
+    OSError when it cannot be mapped that way. The descriptor stays the caller's.
+    """
+    if size_bytes == 0:
+        return np.frombuffer(b"", dtype=np.uint8)
+    view: Payload = np.frombuffer(SharedMapping(fd, size_bytes, writable), dtype=np.uint8)
+    return view
 
 
 def seal_future_write(fd: int) -> None:

@@ -85,7 +85,7 @@ class _Progress:
         now_s = time.monotonic()
         if now_s >= self._next_s or done_bytes == total_bytes:
             self._next_s = now_s + _PROGRESS_S
-            text = f"reading {what}: {done_bytes / 1e9:.3f} of {total_bytes / 1e9:.3f} GB"
+            text = f"{what}: {done_bytes / 1e9:.3f} of {total_bytes / 1e9:.3f} GB"
             self._notifier.extend(START_PATIENCE_S)
             self._notifier.status(text)
             _log.info("%s", text)

@@ -44,6 +44,7 @@ RING_ENTRIES = 1024
 DESCRIPTORS_PER_CLIENT = 5
 SPARE_DESCRIPTORS = 40
 RATE_SAMPLES = 10
+HUGE_PAGE_BYTES = 2 << 20
 
 _DRIVE_COUNTERS = ("reads", "read_bytes", "read_ns", "busy_ns", "errors", "re_reads")
 
@@ -139,12 +140,15 @@ class Service:
                     slot_bytes=plan.slot_bytes, slots=plan.slots, policy=settings.policy, io=settings.io,
                     io_depth=settings.io_depth, verify=settings.verify, max_clients=settings.max_clients,
                     quota=quota, open_files=_open_files(settings.max_clients),
-                )
+                ),
+                lambda done_bytes: on_progress("reserving memory for experts", done_bytes, plan.cache_bytes),
             )  # fmt: skip
             undo.callback(server.close)
             drives, files = _register(container, server, settings.direct)
             memory = ModelMemory.load(container, files, settings.direct, on_progress)
             undo.callback(memory.close)
+            _tell_huge_pages("experts", server.arena_huge_bytes, server.arena_bytes)
+            _tell_huge_pages("dense tensors", memory.huge_bytes, memory.dense_bytes)
             server.start()
             undo.pop_all()
             return cls(container, server, plan, settings, drives, memory, quota)
@@ -278,8 +282,8 @@ class Service:
         counters = dict(stats["cache"])
         return {
             "policy": self._settings.policy, "slots": self._plan.slots, "slot_bytes": self._plan.slot_bytes,
-            "bytes": self._plan.cache_bytes, "states": dict(stats["slots"]),
-            "coalesced": counters.pop("joined"), **counters,
+            "bytes": self._plan.cache_bytes, "huge_bytes": self._server.arena_huge_bytes,
+            "states": dict(stats["slots"]), "coalesced": counters.pop("joined"), **counters,
             **{key: stats[key] for key in ("checked_bytes", "failed", "pinned", "warming", "waiting_for_slot")},
         }  # fmt: skip
 
@@ -307,6 +311,15 @@ def _decide(container: Container, settings: ServeSettings) -> tuple[CachePlan, i
         return plan, settings.quota
     share = plan.slots // PROMISED_SHARE // settings.max_clients
     return plan, min(QUOTA_MAX, max(LEAST_QUOTA, share))
+
+
+def _tell_huge_pages(what: str, huge_bytes: int, size_bytes: int) -> None:
+    """One line; a warning when there could have been some and the kernel gave none."""
+    level = logging.WARNING if huge_bytes == 0 and size_bytes >= HUGE_PAGE_BYTES else logging.INFO
+    hint = "" if level == logging.INFO else ": reads from the drives cost more (Linux 6.1 or newer can give them)"
+    _log.log(
+        level, "huge pages for %s: granted %d of %d MB%s", what, huge_bytes // 10**6, size_bytes // 10**6, hint
+    )
 
 
 def _slot_bytes(container: Container) -> int:

@@ -14,7 +14,9 @@ def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
         f"process   {status['pid']} on {status['socket']}, up {status['uptime_s']:.0f} s, "
         f"reads by {status['io']} x {status['io_depth']} per drive, checked {status['verify']}"
     )
-    yield f"dense     {_gb(status['dense']['bytes'])}, read in {status['dense']['load_s']:.2f} s"
+    dense = status["dense"]
+    yield f"dense     {_gb(dense['bytes'])}, read in {dense['load_s']:.2f} s"
+    yield f"in huge pages: {_gb(cache['huge_bytes'])} of the cache, {_gb(dense['huge_bytes'])} of dense"
     yield ""
     yield from table(
         ("drive", "model", "share", "O_DIRECT", "queue", "GB/s now", "GB/s busy", "read", "errors", "re-reads"),

@@ -65,10 +65,29 @@ Value chosen(const std::string& name, const char* what, std::initializer_list<st
     throw nb::value_error((std::string(what) + " must be one of " + known + ", not " + name).c_str());
 }
 
+// Calls `told` (None: nobody) with how much is reserved, and lets a signal end it. For a thread without the lock.
+ReserveProgress progress_to(nb::object told) {
+    return [told](uint64_t done_bytes) {
+        const nb::gil_scoped_acquire acquire;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (!told.is_none()) told(done_bytes);
+    };
+}
+
 nb::bytes digest_of(nb::handle data) {
     const Buffer buffer(data);
     uint8_t digest[16];
     unlocked([&] { xxh3_128(buffer.data(), buffer.size(), digest); });
+    return nb::bytes(reinterpret_cast<const char*>(digest), sizeof digest);
+}
+
+// For tests: the digest of data that arrives in steps, each the number of bytes that are there by then.
+nb::bytes digest_in_steps(nb::handle data, const std::vector<size_t>& steps) {
+    const Buffer buffer(data);
+    Xxh3Stream stream(buffer.data(), buffer.size());
+    for (const size_t arrived : steps) stream.advance(std::min(arrived, buffer.size()));
+    uint8_t digest[16];
+    stream.finish(digest);
     return nb::bytes(reinterpret_cast<const char*>(digest), sizeof digest);
 }
 
@@ -77,7 +96,7 @@ nb::bytes digest_of(nb::handle data) {
 std::unique_ptr<Server> make_server(uint64_t slot_bytes, uint32_t slots, const std::string& policy,
                                     const std::vector<Pair>& pins, const std::string& io, uint32_t io_depth,
                                     uint32_t checkers, const std::string& verify, uint32_t max_clients, uint32_t quota,
-                                    uint32_t entries, uint32_t open_files) {
+                                    uint32_t entries, uint32_t open_files, nb::object on_reserved) {
     ServerOptions options;
     options.slot_bytes = slot_bytes, options.slots = slots;
     options.policy = policy, options.pins = keys_of(pins);
@@ -87,7 +106,8 @@ std::unique_ptr<Server> make_server(uint64_t slot_bytes, uint32_t slots, const s
         verify, "verify", {{"always", Verify::always}, {"first", Verify::first}, {"never", Verify::never}});
     options.max_clients = max_clients, options.quota = quota, options.entries = entries;
     options.open_files = open_files;
-    return unlocked([&] { return std::make_unique<Server>(options); });
+    const ReserveProgress progress = progress_to(std::move(on_reserved));
+    return unlocked([&] { return std::make_unique<Server>(options, progress); });
 }
 
 void set_layer(Server& server, uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces, nb::handle records) {
@@ -153,6 +173,35 @@ void inject(Server& server, const std::string& kind, int64_t file, uint64_t begi
     rule.file = file, rule.begin = begin, rule.end = end, rule.times = times;
     rule.probability = probability, rule.argument = argument;
     server.inject(rule, seed);
+}
+
+// A mapping of a memfd as a buffer.
+struct PyMapping {
+    Mapping map;
+    bool writable;
+};
+
+int mapping_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+    const PyMapping* py = nb::inst_ptr<PyMapping>(self);
+    return PyBuffer_FillInfo(view, self, py->map.data(), static_cast<Py_ssize_t>(py->map.bytes()), py->writable ? 0 : 1, flags);
+}
+
+PyType_Slot mapping_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(mapping_getbuffer)}, {0, nullptr}};
+
+void bind_memory(nb::module_& m) {
+    nb::class_<PyMapping>(m, "SharedMapping", nb::type_slots(mapping_slots))
+        .def("__init__",
+             [](PyMapping* self, int fd, uint64_t bytes, bool writable) {
+                 new (self) PyMapping{Mapping(fd, bytes, writable, "shared memory"), writable};
+             },
+             arg("fd"), arg("size_bytes"), arg("writable"));
+    m.def(
+        "reserve",
+        [](int fd, uint64_t bytes, const std::string& name, nb::object on_reserved) {
+            const ReserveProgress progress = progress_to(std::move(on_reserved));
+            return unlocked([&] { return reserve(fd, bytes, name, progress); });
+        },
+        arg("fd"), arg("size_bytes"), arg("name"), arg("on_reserved").none());
 }
 
 // ClientRing. Its mappings live as long as any buffer that was taken from it, also after close().
@@ -252,12 +301,13 @@ void bind_server(nb::module_& m) {
     nb::class_<Server>(m, "Server")
         .def(nb::new_(&make_server), nb::kw_only(), arg("slot_bytes"), arg("slots"), arg("policy"), arg("pins"), arg("io"),
              arg("io_depth"), arg("checkers"), arg("verify"), arg("max_clients"), arg("quota"), arg("entries"),
-             arg("open_files"))
+             arg("open_files"), arg("on_reserved").none())
         .def("add_file", &Server::add_file, arg("root"), arg("path"), arg("direct"), nb::call_guard<nb::gil_scoped_release>())
         .def("set_layer", &set_layer, arg("layer"), arg("payload_bytes"), arg("pieces"), arg("records"))
         .def("start", &Server::start, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("arena_fd", &Server::arena_fd)
         .def_prop_ro("arena_bytes", &Server::arena_bytes)
+        .def_prop_ro("arena_huge_bytes", &Server::arena_huge_bytes)
         .def_prop_ro("events_fd", &Server::events_fd)
         .def_prop_ro("io", &Server::backend)
         .def_prop_ro("notice", &Server::notice)
@@ -391,9 +441,11 @@ NB_MODULE(_store, m) {
         }
     });
     m.def("xxh3_128", &digest_of, nb::arg("data"));
+    m.def("xxh3_128_in_steps", &digest_in_steps, nb::arg("data"), nb::arg("steps"));
     m.def("xxh3_variant", &xxh3_variant);
     m.def("set_xxh3_variant", &set_xxh3_variant, nb::arg("name"));
     m.def("layout", &layout);
+    bind_memory(m);
     bind_policy(m);
     bind_server(m);
     bind_client(m);

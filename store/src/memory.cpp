@@ -15,8 +15,13 @@
 #include <fstream>
 #include <utility>
 
+#include "layout.h"
+
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
 #endif
 
 namespace k3::store {
@@ -60,9 +65,46 @@ void clear_event(int fd) {
     }
 }
 
+namespace {
+
+constexpr uint64_t kHugePageMax = uint64_t{32} << 20;  // what is larger (arm64 with pages of 64 KiB) would be wasted
+
+// Size of a huge page of shared memory; 0 when there are none.
+uint64_t huge_page_bytes() {
+    static const uint64_t bytes = [] {
+        std::ifstream file("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
+        uint64_t size = 0;
+        return file >> size && size <= kHugePageMax && (size & (size - 1)) == 0 ? size : 0;
+    }();
+    return bytes;
+}
+
+}  // namespace
+
 Mapping::Mapping(int fd, uint64_t bytes, bool writable, const std::string& what) {
-    void* memory = ::mmap(nullptr, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
-    if (memory == MAP_FAILED) refuse(errno, "cannot map " + std::to_string(bytes) + " bytes of " + what);
+    const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    const uint64_t huge = huge_page_bytes();
+    // Room to shift the mapping to a huge page's boundary, given back below.
+    const uint64_t slack = huge != 0 && bytes >= huge ? huge : 0;
+    void* room = nullptr;
+    if (slack != 0) {
+        room = ::mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (room == MAP_FAILED) refuse(errno, "cannot map " + std::to_string(bytes) + " bytes of " + what);
+    }
+    const uint64_t begin = reinterpret_cast<uint64_t>(room);
+    const uint64_t at = slack == 0 ? 0 : (begin + huge - 1) / huge * huge;
+    void* memory = ::mmap(reinterpret_cast<void*>(at), bytes, protection, MAP_SHARED | (slack != 0 ? MAP_FIXED : 0), fd, 0);
+    const int error = errno;
+    if (slack != 0) {
+        const uint64_t end = (at + bytes + kPage - 1) / kPage * kPage, room_end = (begin + bytes + slack + kPage - 1) / kPage * kPage;
+        if (memory == MAP_FAILED) {
+            ::munmap(room, bytes + slack);
+        } else {
+            if (at > begin) ::munmap(room, at - begin);
+            if (room_end > end) ::munmap(reinterpret_cast<void*>(end), room_end - end);
+        }
+    }
+    if (memory == MAP_FAILED) refuse(error, "cannot map " + std::to_string(bytes) + " bytes of " + what);
     data_ = static_cast<uint8_t*>(memory);
     bytes_ = bytes;
 }
@@ -99,33 +141,84 @@ uint64_t available_bytes() {
 
 }  // namespace
 
-SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers) {
-    SharedMemory shared;
-    shared.fd = Fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (!shared.fd.valid()) refuse(errno, std::string("cannot make the memfd ") + name);
-    if (::ftruncate(shared.fd.get(), static_cast<off_t>(bytes)) != 0) {
-        refuse(errno, "cannot size " + std::string(name) + " to " + std::to_string(bytes) + " bytes");
+namespace {
+
+// Reserves small pages in [at, at + bytes) that are not there yet. In one call; a signal makes the kernel undo it all.
+void allocate(int fd, uint64_t at, uint64_t bytes, const std::string& name) {
+    while (::fallocate(fd, 0, static_cast<off_t>(at), static_cast<off_t>(bytes)) != 0) {
+        if (errno != EINTR) {
+            refuse(errno, "cannot reserve memory for " + name + ": refused at byte " + std::to_string(at));
+        }
     }
+}
+
+// Turns stretches of a memfd into huge pages, until the kernel has refused too often in a row.
+class Collapser {
+public:
+    Collapser(int fd, uint64_t bytes, const std::string& name) : fd_(fd), name_(name), page_(huge_page_bytes()) {
+        if (page_ != 0 && bytes >= page_) map_ = Mapping(fd, bytes, true, name);
+        refusals_ = map_.data() == nullptr ? kRefusalsMax : 0;
+    }
+
+    // Bytes of the whole huge pages in [at, at + bytes) that are huge now. `at` is a multiple of their size.
+    uint64_t collapse(uint64_t at, uint64_t bytes) {
+        if (refusals_ >= kRefusalsMax) return 0;
+        const uint64_t whole = bytes / page_ * page_;
+        // The kernel fills the gaps of a stretch but does not begin with nothing.
+        for (uint64_t i = 0; i < whole; i += page_) allocate(fd_, at + i, kPage, name_);
+        if (whole == 0 || ask(at, whole)) return whole;
+        uint64_t huge = 0;
+        for (uint64_t i = 0; i < whole && refusals_ < kRefusalsMax; i += page_) {
+            const bool given = ask(at + i, page_);
+            huge += given ? page_ : 0;
+            refusals_ = given ? 0 : refusals_ + 1;
+        }
+        return huge;
+    }
+
+private:
+    static constexpr int kRefusalsMax = 16;  // fragmented memory: each try takes long and the next would fail too
+
+    bool ask(uint64_t at, uint64_t bytes) const { return ::madvise(map_.data() + at, bytes, MADV_COLLAPSE) == 0; }
+
+    const int fd_;
+    const std::string& name_;
+    const uint64_t page_;
+    Mapping map_;
+    int refusals_ = 0;
+};
+
+}  // namespace
+
+uint64_t reserve(int fd, uint64_t bytes, const std::string& name, const ReserveProgress& on_progress) {
     // A memfd's pages are not accounted before they are touched: asking for more than there is would end in the
     // out-of-memory killer and not in an error.
     const uint64_t available = available_bytes();
     if (bytes > available) {
         refuse(ENOMEM, std::to_string(bytes) + " bytes for " + name + ", " + std::to_string(available) + " are available");
     }
-    // Reserve all of it now: memory that is missing must be an error here and not a SIGBUS under a read. In steps, since
-    // a signal makes the kernel undo a whole call.
-    constexpr uint64_t kStep = uint64_t{1} << 30;
-    for (uint64_t at = 0; at < bytes;) {
+    // All of it now: memory that is missing must be an error here and not a SIGBUS under a read.
+    constexpr uint64_t kStep = uint64_t{64} << 20;  // whole huge pages
+    Collapser collapser(fd, bytes, name);
+    uint64_t huge = 0;
+    for (uint64_t at = 0; at < bytes; at += kStep) {
         const uint64_t step = std::min(kStep, bytes - at);
-        if (::fallocate(shared.fd.get(), 0, static_cast<off_t>(at), static_cast<off_t>(step)) == 0) {
-            at += step;
-        } else if (errno != EINTR) {
-            refuse(errno, "cannot reserve " + std::to_string(bytes) + " bytes of memory for " + name + ": refused at byte " +
-                              std::to_string(at));
-        }
+        huge += collapser.collapse(at, step);
+        allocate(fd, at, step, name);
+        if (on_progress) on_progress(at + step);
     }
+    return huge;
+}
+
+SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers, const ReserveProgress& on_progress) {
+    SharedMemory shared;
+    shared.fd = Fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!shared.fd.valid()) refuse(errno, std::string("cannot make the memfd ") + name);
+    if (::ftruncate(shared.fd.get(), static_cast<off_t>(bytes)) != 0) {
+        refuse(errno, "cannot size " + std::string(name) + " to " + std::to_string(bytes) + " bytes");
+    }
+    shared.huge_bytes = reserve(shared.fd.get(), bytes, name, on_progress);
     shared.map = Mapping(shared.fd.get(), bytes, true, name);
-    if (sealed_readers) ::madvise(shared.map.data(), bytes, MADV_HUGEPAGE);  // fewer TLB misses where it can be had
     const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | (sealed_readers ? F_SEAL_FUTURE_WRITE : 0);
     if (::fcntl(shared.fd.get(), F_ADD_SEALS, seals) != 0) refuse(errno, std::string("cannot seal ") + name);
     return shared;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <system_error>
 
@@ -37,7 +38,8 @@ Fd make_event();  // an eventfd, not blocking
 void ring_event(int fd);   // adds 1; never blocks on an eventfd that nobody else can reconfigure
 void clear_event(int fd);  // back to 0
 
-// A shared mapping of a descriptor that unmaps itself.
+// A shared mapping of a descriptor that unmaps itself. A large one begins on a huge page's boundary, so that huge pages
+// below it are mapped as such.
 class Mapping {
 public:
     Mapping() = default;
@@ -54,13 +56,23 @@ private:
     uint64_t bytes_ = 0;
 };
 
+// Told how many bytes are reserved so far; what it throws ends the reservation.
+using ReserveProgress = std::function<void(uint64_t done_bytes)>;
+
+// Makes every page of a memfd of this size present, and returns how many bytes of it are in huge pages: all whole ones
+// where the kernel gives them (MADV_COLLAPSE, Linux 6.1; also where shared memory gets none by itself). A direct read into
+// huge pages is pinned and described to the drive in a few parts instead of one for each 4 KiB; here it is twice as fast.
+// std::system_error with the byte at which memory was refused.
+uint64_t reserve(int fd, uint64_t bytes, const std::string& name, const ReserveProgress& on_progress);
+
 // A memfd of a fixed size with its memory reserved, mapped writable here; `sealed_readers` makes ours the last
 // writable mapping there can ever be. The size is sealed in any case.
 struct SharedMemory {
     Fd fd;
     Mapping map;
+    uint64_t huge_bytes = 0;
 };
-SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers);
+SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers, const ReserveProgress& on_progress = {});
 
 // Blocks every signal in the calling thread: signals are the interpreter's business.
 void block_signals();

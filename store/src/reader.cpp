@@ -1,9 +1,8 @@
 #include "reader.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
-
-#include "xxh3.h"
 
 namespace k3::store {
 
@@ -26,7 +25,9 @@ Reader::Reader(const ReaderOptions& options, uint32_t drives, Files& files, Faul
         drives_.push_back(make_thread_drive(options.depth, files, faults, sink));
     }
     try {
-        for (uint32_t i = 0; i < options.checkers; ++i) checkers_.emplace_back(&Reader::serve_checks, this);
+        const uint32_t half = std::max(1u, std::thread::hardware_concurrency() / 2);
+        const uint32_t checkers = options.checkers != 0 ? options.checkers : std::min(drives, half);
+        for (uint32_t i = 0; i < checkers; ++i) checkers_.emplace_back(&Reader::serve_checks, this);
     } catch (...) {
         stop();
         throw;
@@ -35,9 +36,7 @@ Reader::Reader(const ReaderOptions& options, uint32_t drives, Files& files, Faul
 
 void Reader::prepare(Job& job, const ExpertPlan& plan, const Files& files) const {
     for (const PiecePlan& piece : plan.pieces) {
-        PieceRead& read = job.pieces.emplace_back();
-        read.plan = piece;
-        read.root = files.root(piece.record.file);
+        job.pieces.emplace_back(piece, files.root(piece.record.file));
     }
     for (const Chunk& chunk : plan.chunks) {
         PieceRead& piece = job.pieces[chunk.piece];
@@ -51,7 +50,7 @@ void Reader::start(Job& job) {
     std::vector<std::vector<Read*>> by_drive(drives_.size());
     const bool demand = job.demand.load(std::memory_order_relaxed);
     for (PieceRead& piece : job.pieces) {
-        piece.reads_left.store(static_cast<uint32_t>(piece.reads.size()), std::memory_order_relaxed);
+        begin_attempt(job, piece);
         for (Read& read : piece.reads) by_drive[piece.root].push_back(&read);
     }
     for (size_t i = 0; i < drives_.size(); ++i) {
@@ -79,23 +78,42 @@ bool Reader::try_cancel(Job& job) {
     return true;
 }
 
+// Nobody else knows of the piece yet: its reads are queued after this.
+void Reader::begin_attempt(Job& job, PieceRead& piece) const {
+    piece.reads_left = piece.reads.size();
+    piece.error = 0;
+    if (!job.check) return;
+    piece.arrived.assign(piece.reads.size(), false);
+    piece.in_order = piece.hashed = 0;
+    piece.digest = Xxh3Stream(piece.plan.stored, piece.plan.record.stored_bytes);
+}
+
 void Reader::read_done(Read& read, int error) {
     Job& job = *read.job;
     PieceRead& piece = piece_of(read);
-    if (error != 0) {
-        int none = 0;
-        if (piece.error.compare_exchange_strong(none, error)) piece.error_offset = read.chunk.offset;
-        drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
-    }
-    if (piece.reads_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    if (piece.error.load(std::memory_order_relaxed) == 0 && job.check) {
+    if (error != 0) drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
+    {
         std::lock_guard<std::mutex> lock(mutex_);
-        unchecked_.emplace_back(&job, &piece);
-        more_.notify_one();
-        return;
+        if (error != 0 && piece.error == 0) {
+            piece.error = error;
+            piece.error_offset = read.chunk.offset;
+        }
+        --piece.reads_left;
+        if (job.check && error == 0) arrive(piece, read);
+        if (job.check && !piece.checking && has_more_to_hash(piece)) {
+            piece.checking = true;
+            unchecked_.emplace_back(&job, &piece);
+            more_.notify_one();
+        }
+        if (piece.reads_left > 0 || piece.checking) return;  // what comes last ends the attempt
     }
-    piece.outcome = piece.error.load(std::memory_order_relaxed) == 0 ? Status::ok : Status::io_error;
+    piece.outcome = piece.error == 0 ? Status::ok : Status::io_error;
     attempt_over(job, piece);
+}
+
+void Reader::arrive(PieceRead& piece, const Read& read) {
+    piece.arrived[static_cast<size_t>(&read - piece.reads.data())] = true;
+    while (piece.in_order < piece.reads.size() && piece.arrived[piece.in_order]) ++piece.in_order;
 }
 
 void Reader::serve_checks() {
@@ -106,26 +124,42 @@ void Reader::serve_checks() {
         if (stopping_) return;
         const auto [job, piece] = unchecked_.front();
         unchecked_.pop_front();
+        while (has_more_to_hash(*piece)) {
+            const size_t upto = piece->in_order;
+            lock.unlock();
+            hash(*piece, piece->bytes_up_to(upto - 1));
+            lock.lock();
+            piece->hashed = upto;
+        }
+        piece->checking = false;
+        if (piece->reads_left > 0) continue;
         lock.unlock();
-        check(*piece, *job);
+        if (piece->error == 0) {
+            compare(*piece);
+        } else {
+            piece->outcome = Status::io_error;
+        }
+        attempt_over(*job, *piece);
         lock.lock();
     }
 }
 
-void Reader::check(PieceRead& piece, Job& job) {
+void Reader::hash(PieceRead& piece, uint64_t arrived_bytes) {
     const uint64_t began_ns = now_ns();
-    uint8_t digest[16];
-    xxh3_128(piece.plan.stored, piece.plan.record.stored_bytes, digest);
-    checked_bytes_.fetch_add(piece.plan.record.stored_bytes, std::memory_order_relaxed);
+    piece.digest.advance(arrived_bytes);
     check_ns_.fetch_add(now_ns() - began_ns, std::memory_order_relaxed);
+}
+
+void Reader::compare(PieceRead& piece) {
+    uint8_t digest[16];
+    piece.digest.finish(digest);
+    checked_bytes_.fetch_add(piece.plan.record.stored_bytes, std::memory_order_relaxed);
     const bool right = std::memcmp(digest, piece.plan.record.digest, sizeof digest) == 0;
     piece.outcome = right ? Status::ok : Status::damaged;
-    if (!right) {
-        piece.error_offset = piece.plan.record.offset;
-        drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
-        drives_[piece.root]->counters.damaged.fetch_add(1, std::memory_order_relaxed);
-    }
-    attempt_over(job, piece);
+    if (right) return;
+    piece.error_offset = piece.plan.record.offset;
+    drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
+    drives_[piece.root]->counters.damaged.fetch_add(1, std::memory_order_relaxed);
 }
 
 void Reader::attempt_over(Job& job, PieceRead& piece) {
@@ -134,8 +168,7 @@ void Reader::attempt_over(Job& job, PieceRead& piece) {
         return;
     }
     ++piece.attempt;
-    piece.error.store(0, std::memory_order_relaxed);
-    piece.reads_left.store(static_cast<uint32_t>(piece.reads.size()), std::memory_order_relaxed);
+    begin_attempt(job, piece);
     files_.drop(piece.plan.record.file);  // it may have been replaced by a sound one meanwhile
     Drive& drive = *drives_[piece.root];
     drive.counters.re_reads.fetch_add(1, std::memory_order_relaxed);

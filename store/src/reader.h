@@ -1,6 +1,9 @@
 // Reads experts into slots: spreads an expert's chunks over the drives that hold its pieces, checks digests, and reads a
 // piece that failed once more before it gives up.
 //
+// Digests are computed by threads of their own (checkers), so that hashing never keeps a drive waiting, and of the chunks
+// as they arrive: a chunk that overtakes another waits for it in its place. One checker at a time has a piece.
+//
 // A job belongs to its owner, who may not touch it between start() and the last `piece done`, except through promote()
 // and try_cancel(). Thread-safe.
 #pragma once
@@ -17,20 +20,36 @@
 
 #include "catalog.h"
 #include "drive.h"
+#include "xxh3.h"
 
 namespace k3::store {
 
 // Reads of one piece before it is given up. Links and caches fail once; a bad drive fails again.
 constexpr int kAttempts = 2;
 
+// One piece on its way. What says so belongs to the reader, under its mutex, until the piece is done.
 struct PieceRead {
-    PiecePlan plan;
-    uint32_t root = 0;
-    std::vector<Read> reads;
-    std::atomic<uint32_t> reads_left{0};
+    PieceRead(const PiecePlan& planned, uint32_t on_root)
+        : plan(planned), root(on_root), digest(planned.stored, planned.record.stored_bytes) {}
+
+    // Bytes of the piece that are there when all reads before the one after `read` have arrived.
+    uint64_t bytes_up_to(size_t read) const {
+        return reads[read].chunk.offset + reads[read].chunk.need - plan.record.offset;
+    }
+
+    const PiecePlan plan;
+    const uint32_t root;
+    std::vector<Read> reads;  // in the order of the piece's bytes
     int attempt = 1;
-    std::atomic<int> error{0};   // errno of the first read that failed
-    uint64_t error_offset = 0;   // of that read; written before its reads_left is counted down
+    size_t reads_left = 0;
+    std::vector<bool> arrived;  // by read: its bytes are in place. Only for pieces that are checked, as what follows
+    size_t in_order = 0;        // reads that have arrived with all before them
+    size_t hashed = 0;          // reads of these that are in the digest
+    bool checking = false;      // a checker has it, or it waits for one
+    Xxh3Stream digest;          // not under the mutex: of the checker that has it
+
+    int error = 0;                // errno of the first read that failed
+    uint64_t error_offset = 0;    // of that read, or of the piece when its digest is wrong
     Status outcome = Status::ok;  // ok, io_error or damaged; valid when the piece is done
 };
 
@@ -44,7 +63,9 @@ struct Job {
 struct ReaderOptions {
     bool uring = false;
     uint32_t depth = 4;  // reads in progress per drive
-    uint32_t checkers = 2;  // threads that compute digests
+    // Threads that compute digests; 0: one per drive, on at most half of the processors. One keeps up with a fast drive,
+    // and each that hashes is a processor that does not start the next read.
+    uint32_t checkers = 0;
 };
 
 // Called for each piece when it is complete or given up, by one of the reader's threads.
@@ -73,7 +94,11 @@ public:
 
 private:
     void read_done(Read& read, int error);
-    void check(PieceRead& piece, Job& job);
+    void begin_attempt(Job& job, PieceRead& piece) const;
+    void arrive(PieceRead& piece, const Read& read);
+    bool has_more_to_hash(const PieceRead& piece) const { return piece.error == 0 && piece.in_order > piece.hashed; }
+    void hash(PieceRead& piece, uint64_t arrived_bytes);
+    void compare(PieceRead& piece);
     void attempt_over(Job& job, PieceRead& piece);
     void serve_checks();
     static PieceRead& piece_of(Read& read) { return read.job->pieces[read.chunk.piece]; }
@@ -84,7 +109,7 @@ private:
     std::vector<std::unique_ptr<Drive>> drives_;
     std::mutex mutex_;
     std::condition_variable more_;
-    std::deque<std::pair<Job*, PieceRead*>> unchecked_;
+    std::deque<std::pair<Job*, PieceRead*>> unchecked_;  // pieces with something to hash, and no checker
     bool stopping_ = false;
     std::vector<std::thread> checkers_;
     std::atomic<uint64_t> checked_bytes_{0}, check_ns_{0};

@@ -85,7 +85,7 @@ struct NewClient {
 class Server {
 public:
     // std::invalid_argument when the numbers do not fit together, std::system_error when there is no memory.
-    explicit Server(const ServerOptions& options);
+    explicit Server(const ServerOptions& options, const ReserveProgress& on_reserved = {});
     ~Server() { close(); }
     Server(const Server&) = delete;
     Server& operator=(const Server&) = delete;
@@ -98,6 +98,7 @@ public:
     int arena_fd() const { return arena_.fd.get(); }
     int events_fd() const { return events_.get(); }  // readable while violations() has something to say
     uint64_t arena_bytes() const { return arena_.map.bytes(); }
+    uint64_t arena_huge_bytes() const { return arena_.huge_bytes; }
     const ServerOptions& options() const { return options_; }
     std::string backend() const;
     std::string notice() const;

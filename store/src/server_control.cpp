@@ -34,7 +34,7 @@ const ServerOptions& checked(const ServerOptions& o) {
          text(o.max_clients) + " clients with " + text(o.quota) + " leases each need more than the " + text(o.slots) +
              " slots there are");
     need(o.reader.depth >= 1 && o.reader.depth <= 1024, "io_depth must be from 1 to 1024, not " + text(o.reader.depth));
-    need(o.reader.checkers >= 1 && o.reader.checkers <= 64, "checkers must be from 1 to 64");
+    need(o.reader.checkers <= 64, "checkers must be at most 64");
     need(o.open_files >= 1, "open_files must be at least 1");
     return o;
 }
@@ -43,12 +43,12 @@ uint64_t unpromised(const ServerOptions& o) { return o.slots - uint64_t{o.max_cl
 
 }  // namespace
 
-Server::Server(const ServerOptions& options)
+Server::Server(const ServerOptions& options, const ReserveProgress& on_reserved)
     : options_(checked(options)),
       process_(::getpid()),
       prefetch_slots_(unpromised(options) / 4),
       pin_slots_(unpromised(options) - unpromised(options) / 4),
-      arena_(make_shared("k3-arena", options.slot_bytes * options.slots, true)),
+      arena_(make_shared("k3-arena", options.slot_bytes * options.slots, true, on_reserved)),
       events_(make_event()),
       wake_(make_event()),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),

@@ -92,7 +92,7 @@ void Server::fail(Flight& flight) {
         completion.expert = flight.key.expert;
         completion.file = piece.plan.record.file;
         completion.file_offset = piece.error_offset;
-        completion.error = static_cast<uint32_t>(piece.outcome == Status::io_error ? piece.error.load() : 0);
+        completion.error = static_cast<uint32_t>(piece.outcome == Status::io_error ? piece.error : 0);
         answer(*client, completion);
     }
 }

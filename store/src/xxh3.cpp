@@ -1,5 +1,6 @@
 #include "xxh3.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -236,24 +237,39 @@ uint64_t merge(const uint64_t* acc, const uint8_t* secret, uint64_t start) {
     return avalanche(result);
 }
 
-Hash any_length(const uint8_t* in, size_t n) {
-    const Accumulate accumulate = chosen().load(std::memory_order_relaxed)->run;
-    alignas(64) uint64_t acc[8] = {kP32_3, kP64_1, kP64_2, kP64_3, kP64_4, kP32_2, kP64_5, kP32_1};
-    const size_t blocks = (n - 1) / kBlock;
-    for (size_t b = 0; b < blocks; ++b) accumulate(acc, in + b * kBlock, kSecret, kStripesPerBlock, true);
-    accumulate(acc, in + blocks * kBlock, kSecret, (n - 1 - blocks * kBlock) / kStripe, false);
-    accumulate(acc, in + n - kStripe, kSecret + 121, 1, false);
-    return {merge(acc, kSecret + 11, n * kP64_1), merge(acc, kSecret + 117, ~(n * kP64_2))};
-}
+constexpr size_t kShortMax = 240;
+constexpr uint64_t kFirstSums[8] = {kP32_3, kP64_1, kP64_2, kP64_3, kP64_4, kP32_2, kP64_5, kP32_1};
 
-}  // namespace
-
-void xxh3_128(const uint8_t* data, size_t bytes, uint8_t digest[16]) {
-    const Hash hash = bytes <= 16 ? up_to_16(data, bytes) : bytes <= 240 ? up_to_240(data, bytes) : any_length(data, bytes);
+void write_digest(Hash hash, uint8_t digest[16]) {
     const uint64_t high = __builtin_bswap64(hash.high), low = __builtin_bswap64(hash.low);
     std::memcpy(digest, &high, 8);
     std::memcpy(digest + 8, &low, 8);
 }
+
+}  // namespace
+
+void Xxh3Stream::advance(size_t arrived) {
+    if (bytes_ <= kShortMax) return;
+    const Accumulate accumulate = chosen().load(std::memory_order_relaxed)->run;
+    // The last block, whole or not, is finish()'s.
+    const size_t ready = std::min(arrived / kBlock, (bytes_ - 1) / kBlock);
+    if (blocks_ == 0) std::memcpy(sums_, kFirstSums, sizeof sums_);
+    for (; blocks_ < ready; ++blocks_) accumulate(sums_, data_ + blocks_ * kBlock, kSecret, kStripesPerBlock, true);
+}
+
+void Xxh3Stream::finish(uint8_t digest[16]) {
+    if (bytes_ <= kShortMax) {
+        write_digest(bytes_ <= 16 ? up_to_16(data_, bytes_) : up_to_240(data_, bytes_), digest);
+        return;
+    }
+    advance(bytes_);
+    const Accumulate accumulate = chosen().load(std::memory_order_relaxed)->run;
+    accumulate(sums_, data_ + blocks_ * kBlock, kSecret, (bytes_ - 1 - blocks_ * kBlock) / kStripe, false);
+    accumulate(sums_, data_ + bytes_ - kStripe, kSecret + 121, 1, false);
+    write_digest({merge(sums_, kSecret + 11, bytes_ * kP64_1), merge(sums_, kSecret + 117, ~(bytes_ * kP64_2))}, digest);
+}
+
+void xxh3_128(const uint8_t* data, size_t bytes, uint8_t digest[16]) { Xxh3Stream(data, bytes).finish(digest); }
 
 std::string xxh3_variant() { return chosen().load()->name; }
 

@@ -289,7 +289,7 @@ def test_nobody_can_write_the_arena(server: NativeServer, world: World) -> None:
 
 
 def test_memfds_are_sealed_as_promised() -> None:
-    fd = make_memfd("test", 8192)
+    fd, _ = make_memfd("test", 8192)
     writable = mmap.mmap(fd, 8192)
     writable[:5] = b"hello"
     seal_future_write(fd)
@@ -298,7 +298,7 @@ def test_memfds_are_sealed_as_promised() -> None:
     assert os.pread(fd, 5, 0) == b"still"
     writable.close()
     os.close(fd)
-    fd = make_memfd("test", 4096)
+    fd, _ = make_memfd("test", 4096)
     os.pwrite(fd, b"model", 0)
     seal_all(fd)
     assert list(_writable_ways(fd)) == []
@@ -310,14 +310,14 @@ def test_what_is_no_ring_is_refused(server: NativeServer, world: World) -> None:
         grant = client.grant
         doorbells = (grant.request_doorbell, grant.completion_doorbell)
         for build, said in (
-            (lambda: make_memfd("no ring", 100), "too short"),
-            (lambda: make_memfd("no ring", 102400), "wrong magic"),
+            (lambda: make_memfd("no ring", 100)[0], "too short"),
+            (lambda: make_memfd("no ring", 102400)[0], "wrong magic"),
         ):
             fd = build()
             with pytest.raises(ValueError, match=said):
                 NativeRing(fd, server.arena_fd, server.arena_bytes, *doorbells)
             os.close(fd)
-        fd = make_memfd("short ring", 102400 - 4096)
+        fd, _ = make_memfd("short ring", 102400 - 4096)
         os.pwrite(fd, layout.MAGIC + (1024).to_bytes(4, "little"), 0)
         with pytest.raises(ValueError, match="1024 entries in 98304 bytes"):
             NativeRing(fd, server.arena_fd, server.arena_bytes, *doorbells)

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.store._store import set_xxh3_variant, xxh3_128, xxh3_variant
+from k3.store._store import set_xxh3_variant, xxh3_128, xxh3_128_in_steps, xxh3_variant
 
 VARIANTS = ["portable", "avx2", "avx512"]
 
@@ -42,6 +42,21 @@ def test_large_and_unaligned(variant: str) -> None:
 @given(st.binary(max_size=2000))
 def test_any_bytes(data: bytes) -> None:
     assert xxh3_128(data) == xxhash.xxh3_128_digest(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=5000), st.lists(st.integers(0, 6000), max_size=8))
+def test_bytes_that_arrive_in_steps(data: bytes, steps: list[int]) -> None:
+    assert xxh3_128_in_steps(data, sorted(steps)) == xxhash.xxh3_128_digest(data)
+
+
+def test_steps_at_and_around_every_border(variant: str) -> None:
+    data = np.random.default_rng(3).bytes(4 * 1024 + 77)
+    for length in (0, 16, 240, 241, 1024, 1025, 2048, 3 * 1024 + 1, len(data)):
+        for step in (1, 63, 64, 65, 1023, 1024, 1025):
+            assert xxh3_128_in_steps(data[:length], range(0, length, step)) == xxhash.xxh3_128_digest(
+                data[:length]
+            )
 
 
 def test_an_unknown_variant_is_refused() -> None:
