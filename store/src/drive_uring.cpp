@@ -45,10 +45,9 @@ public:
         cq_tail_ = at<unsigned>(cq_, params.cq_off.tail);
         cq_mask_ = *at<unsigned>(cq_, params.cq_off.ring_mask);
         cqes_ = at<io_uring_cqe>(cq_, params.cq_off.cqes);
+        try_it();
     }
-    ~Uring() {
-        for (const Area& area : areas_) ::munmap(area.memory, area.bytes);
-    }
+    ~Uring() { unmap(); }
 
     // Never more than `entries` between two submits: the callers have at most that many operations.
     void queue(const io_uring_sqe& entry) {
@@ -93,12 +92,33 @@ private:
                               static_cast<off_t>(where));
         if (memory == MAP_FAILED) {
             const int error = errno;
-            for (const Area& area : areas_) ::munmap(area.memory, area.bytes);
-            areas_.clear();
+            unmap();
             refuse(error, "mapping an io_uring");
         }
         areas_.push_back({memory, bytes});
         return memory;
+    }
+
+    void unmap() {
+        for (const Area& area : areas_) ::munmap(area.memory, area.bytes);
+        areas_.clear();
+    }
+
+    // One operation that does nothing: a filter may let the ring be made and refuse its use.
+    void try_it() {
+        queue({});
+        int taken;
+        do {
+            taken = sys_enter(fd_.get(), unsubmitted_, 1);
+        } while (taken < 0 && errno == EINTR);
+        const int error = taken < 0 ? errno : 0;
+        io_uring_cqe entry;
+        if (error == 0 && take(entry)) {
+            unsubmitted_ = 0;
+            return;
+        }
+        unmap();
+        refuse(error != 0 ? error : EIO, "io_uring_enter");
     }
 
     template <class T>

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from store.native_rig import Client, World, client_of, make_world, serving, until
 
-from k3.store.native import NativeServer
+from k3.store.native import FaultKind, NativeServer
 from k3.store.ring_layout import Op, Source, Status
 
 IOS = ["threads", "uring"]
@@ -102,6 +102,46 @@ def test_short_reads_are_gone_on_with(tmp_path: Path, io: str, direct: bool, sho
         server.inject("short", argument=short_bytes, probability=0.7 if short_bytes == 1 else 1, seed=1)
         client.lease(0, [0, 1])
         assert server.stats()["faults"] > 2
+
+
+CHUNK = 4 << 20
+
+
+@pytest.mark.parametrize("unaligned", [0, 2])
+@pytest.mark.parametrize("late", range(4))
+def test_a_chunk_that_comes_late_is_hashed_in_its_place(tmp_path: Path, unaligned: int, late: int) -> None:
+    """Digests are taken as chunks arrive: whichever is overtaken, the digest of the whole comes out."""
+    world = make_world(tmp_path, layers=1, experts=2, payload_bytes=3 * CHUNK + 9000, unaligned=unaligned)
+    _, offset, _ = world.places[0, 0][0]
+    with serving(world, io_depth=6) as server, client_of(server, world) as client:
+        begin = offset + late * CHUNK
+        server.inject("stall", begin=begin, end=begin + 1, times=1, argument=40)
+        client.lease(0, [0, 1])
+        stats = server.stats()
+        assert stats["roots"][0]["errors"] == 0
+        assert stats["checked_bytes"] == sum(place[2] for e in (0, 1) for place in world.places[0, e])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("kind", ["error", "flip"])
+@pytest.mark.parametrize("bad", range(4))
+def test_a_chunk_that_fails_while_others_are_hashed(tmp_path: Path, kind: FaultKind, bad: int, times: int) -> None:
+    """The second try begins the digest anew, also when the first was half way through it."""
+    world = make_world(tmp_path, layers=1, experts=1, payload_bytes=3 * CHUNK + 9000)
+    file, offset, stored_bytes = world.places[0, 0][0]
+    begin, end = offset + bad * CHUNK, min(offset + (bad + 1) * CHUNK, offset + stored_bytes)
+    with serving(world, io_depth=4) as server, client_of(server, world) as client:
+        server.inject("stall", begin=begin, end=end, times=1, argument=15)
+        server.inject(kind, begin=begin, end=end, times=times, argument=errno.EIO, seed=bad)
+        client.ask(0, [0])
+        (answer,) = client.take(1)
+        if times == 1:
+            client.check(answer)
+        else:
+            failed = Status.IO_ERROR if kind == "error" else Status.DAMAGED
+            place = begin if kind == "error" else offset
+            assert (answer.status, answer.file, answer.file_offset) == (failed, file, place)
+        assert server.stats()["roots"][0]["errors"] == times
 
 
 @pytest.mark.parametrize("io", IOS)
@@ -196,18 +236,27 @@ def test_random_faults_under_load(tmp_path: Path, io: str, seed: int) -> None:
         assert stats["slots"]["free"] + stats["slots"]["cached"] == 12
 
 
-def test_without_io_uring_threads_read_and_the_log_says_so_once(tmp_path: Path) -> None:
-    """Under a seccomp filter that refuses io_uring_setup, as container runtimes have it."""
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (425, errno.EPERM),  # io_uring_setup under seccomp, as container runtimes have it
+        (425, errno.ENOSYS),  # a kernel without it
+        (425, errno.ENOMEM),  # a kernel that counts it as locked memory, at a small RLIMIT_MEMLOCK
+        (426, errno.EPERM),  # io_uring_enter: a filter that knows only half
+    ],
+)
+def test_without_io_uring_threads_read_and_the_log_says_so_once(tmp_path: Path, call: int, error: int) -> None:
+    """Under a seccomp filter that answers the system call with that error."""
     script = textwrap.dedent("""
-        import ctypes, errno, logging, struct, sys
+        import ctypes, logging, struct, sys
         from pathlib import Path
         from store.native_rig import client_of, make_world, serving
 
         libc = ctypes.CDLL(None, use_errno=True)
         program = b"".join(struct.pack("<HBBI", *line) for line in (
             (0x20, 0, 0, 0),                             # load the system call's number
-            (0x15, 0, 1, 425),                           # io_uring_setup?
-            (0x06, 0, 0, 0x00050000 | errno.EPERM),      # refuse it
+            (0x15, 0, 1, int(sys.argv[2])),              # the one in question?
+            (0x06, 0, 0, 0x00050000 | int(sys.argv[3])), # refuse it
             (0x06, 0, 0, 0x7FFF0000)))                   # allow everything else
         buffer = ctypes.create_string_buffer(program)
         header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
@@ -221,14 +270,14 @@ def test_without_io_uring_threads_read_and_the_log_says_so_once(tmp_path: Path) 
     """)
     tests = str(Path(__file__).parent.parent)
     result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60,
-        cwd=tests, env={**os.environ, "PYTHONPATH": tests},
+        [sys.executable, "-c", script, str(tmp_path), str(call), str(error)], capture_output=True, text=True,
+        timeout=60, cwd=tests, env={**os.environ, "PYTHONPATH": tests},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("WARNING")]
     assert len(lines) == 1
     assert "io_uring cannot be used" in lines[0]
-    assert "Operation not permitted" in lines[0]
+    assert os.strerror(error) in lines[0]
 
 
 def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) -> None:
