@@ -6,9 +6,10 @@
 Makes a slice of K3 in real dimensions in DIR (or takes a container), then measures, all through a daemon in a
 process of its own, with digests checked:
 
-  cold reads    half of the experts from a daemon that was just started, the others by a plain O_DIRECT loop, in
-                short turns: the same sizes, files and depth                            goal: ratio >= 0.95
-  CPU           of the daemon for each GB read that way
+  cold reads    half of the experts from a daemon that was just started, the others by a plain loop in C, in turns:
+                O_DIRECT, the same sizes, files and depth, warm buffers in huge pages    goal: ratio >= 0.95
+  CPU           of the daemon for each GB read that way, and of the plain loop
+  pages         the plain loop with buffers in pages of 4 KiB, against the one with huge pages
   latency       a set of 16 cached experts: through the ring, and through DaemonSource; beside a byte to another
                 process and back                                       goal: p50 <= 30 us, p99 <= 200 us
   sharing       bytes read from the drives by 2, 4, 8 clients on one trace, of one client's  goal: within 5 %
@@ -36,12 +37,15 @@ from pathlib import Path
 
 from serving import Daemon
 from store_clients import latency_round, sharing, start_round
-from store_reads import cold_round, is_direct, shares_round
+from store_reads import cold_rounds, is_direct, page_rounds, shares_round
 
 from k3.container.reader import Container
 from k3.verify.synthetic import SyntheticModel, write_snapshot
 
-MEASUREMENTS = ("cold", "latency", "sharing", "shares", "start")
+COLD_ROUNDS = 4
+"""Rounds of cold reads through one daemon; then another is started."""
+
+MEASUREMENTS = ("cold", "pages", "latency", "sharing", "shares", "start")
 
 
 def main() -> None:
@@ -112,8 +116,12 @@ def measure(directories: list[Path], wanted: list[str], arguments: argparse.Name
         layer = container.expert_layers()[0]
         count = min(16, container.expert_count(layer))
         if "cold" in wanted:
-            for number in range(rounds):
-                note(cold_round(container, directories, number, direct))
+            for seed in range(0, rounds, COLD_ROUNDS):
+                for figures in cold_rounds(container, directories, min(COLD_ROUNDS, rounds - seed), seed, direct):
+                    note(figures)
+        if "pages" in wanted:
+            for figures in page_rounds(container, rounds, 0, direct):
+                note(figures)
         if "shares" in wanted:
             for _ in range(rounds):
                 small = (12, 1 << 20, (140_000_000, 60_000_000))

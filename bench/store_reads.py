@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import threading
+import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 from serving import Daemon
 
 from k3.container.direct import ReadFile
+from k3.container.keys import Extent
 from k3.container.layout import DIGEST_BYTES, pack_piece
 from k3.container.reader import Container
 from k3.store.link import Link
@@ -22,10 +24,11 @@ from k3.store.ring_layout import Op, Source, Status
 CHUNK_BYTES = 4 << 20
 DEPTH = 4
 WINDOW = 6  # experts asked for at once
-BLOCK_EXPERTS = 12
 PAGE_BYTES = 4096
 
 Key = tuple[int, int]
+Turn = Callable[[Sequence[Key]], tuple[float, float]]
+"""Reads experts in this order; seconds, and CPU seconds."""
 
 
 def all_keys(container: Container) -> list[Key]:
@@ -46,55 +49,56 @@ def is_direct(container: Container) -> bool:
     return works
 
 
-def raw_read(container: Container, keys: Sequence[Key], direct: bool) -> float:
-    """Seconds to read the experts in this order: on each root DEPTH threads that do nothing but pread."""
-    queues: dict[Path, list[tuple[Path, int, int]]] = {}
-    for key in keys:
-        for extent in container.expert_extents(*key):
-            root = next(r.directory for r in container.roots if extent.path.is_relative_to(r.directory))
-            for at in range(0, extent.stored_bytes, CHUNK_BYTES):
-                part = (extent.path, extent.offset + at, min(CHUNK_BYTES, extent.stored_bytes - at))
-                queues.setdefault(root, []).append(part)
-    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-    files = {path: os.open(path, flags) for queue in queues.values() for path, _, _ in queue}
-    failures: list[BaseException] = []
+class RawLoop:
+    """raw_reads.c, compiled and running: on each root DEPTH threads that do nothing but pread."""
 
-    def work(todo: Iterator[tuple[Path, int, int]], lock: threading.Lock, buffer: mmap.mmap) -> None:
-        try:
-            while True:
-                with lock:
-                    part = next(todo, None)
-                if part is None:
-                    return
-                path, offset, nbytes = part
-                with memoryview(buffer) as view, view[:nbytes] as target:
-                    assert os.preadv(files[path], [target], offset) == nbytes
-        except BaseException as error:
-            failures.append(error)
+    def __init__(self, container: Container, direct: bool, *, huge: bool) -> None:
+        self._container = container
+        self._folder = tempfile.TemporaryDirectory(prefix="k3-bench-")
+        program = Path(self._folder.name) / "raw_reads"
+        source = Path(__file__).with_name("raw_reads.c")
+        subprocess.run(["cc", "-O2", "-pthread", "-o", program, source], check=True)
+        extents = (extent for key in all_keys(container) for extent in container.expert_extents(*key))
+        roots = dict.fromkeys(extent_root(container, extent) for extent in extents)
+        self._roots = {directory: number for number, directory in enumerate(roots)}
+        self._files: dict[Path, int] = {}
+        options = [str(DEPTH), str(len(self._roots)), str(int(direct)), str(int(huge))]
+        self._process = subprocess.Popen(
+            [program, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-    threads = []
-    for queue in queues.values():
-        shared = (iter(queue), threading.Lock())
-        for _ in range(DEPTH):
-            buffer = mmap.mmap(-1, CHUNK_BYTES)
-            buffer[::PAGE_BYTES] = b"\0" * (CHUNK_BYTES // PAGE_BYTES)
-            threads.append(threading.Thread(target=work, args=(*shared, buffer)))
-    took_s = timed(threads)
-    for descriptor in files.values():
-        os.close(descriptor)
-    if failures:
-        raise failures[0]
-    return took_s
+    def turn(self, keys: Sequence[Key]) -> tuple[float, float]:
+        """Read experts in this order, in the daemon's chunks. Seconds, and CPU seconds of all threads."""
+        lines = []
+        for key in keys:
+            for extent in self._container.expert_extents(*key):
+                if extent.path not in self._files:
+                    self._files[extent.path] = len(self._files)
+                    lines.append(f"file {extent.path}")
+                root, file = self._roots[extent_root(self._container, extent)], self._files[extent.path]
+                for at in range(0, extent.stored_bytes, CHUNK_BYTES):
+                    nbytes = min(CHUNK_BYTES, extent.stored_bytes - at)
+                    lines.append(f"read {root} {file} {extent.offset + at} {nbytes}")
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n".join([*lines, "go", ""]))
+        self._process.stdin.flush()
+        took_s, cpu_s = map(float, self._process.stdout.readline().split())
+        return took_s, cpu_s
+
+    def __enter__(self) -> RawLoop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+        self._folder.cleanup()
 
 
-def timed(threads: Sequence[threading.Thread]) -> float:
-    """Seconds from the first start to the last end."""
-    began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - began_s
+def extent_root(container: Container, extent: Extent) -> Path:
+    """The root that an extent's file lies in."""
+    return next(root.directory for root in container.roots if extent.path.is_relative_to(root.directory))
 
 
 def lease_all(ring: NativeRing, keys: Sequence[Key]) -> int:
@@ -118,41 +122,61 @@ def lease_all(ring: NativeRing, keys: Sequence[Key]) -> int:
     return read_bytes
 
 
-def cold_round(container: Container, directories: Sequence[Path], seed: int, direct: bool) -> dict[str, float]:
-    """Every expert once: in blocks, in turns through a daemon that was just started and by the plain loop.
+def cold_rounds(
+    container: Container, directories: Sequence[Path], rounds: int, seed: int, direct: bool
+) -> Iterator[dict[str, float]]:
+    """Every expert once a round: in turns by the plain loop and through one daemon that was just started.
 
-    Each way reads bytes of its own, since below a virtual machine's drive there may be one more cache; turns are
-    short, since such a drive's rate wanders.
+    Turns are long, so that what counts is the steady state and not how one begins and ends, and the two change
+    places within a round and from round to round, since a drive's rate wanders. Each reads what the other read in
+    the round before: the daemon's cache, smaller than a turn, has nothing of it.
     """
-    keys = [tuple(key) for key in np.random.default_rng(seed).permutation(all_keys(container)).tolist()]
-    blocks = [keys[at : at + BLOCK_EXPERTS] for at in range(0, len(keys), BLOCK_EXPERTS)]
-    blocks = blocks[: max(2, len(blocks) // 4 * 4)]  # as many turns for each way, each first as often as second
-    slot_bytes = slot_bytes_for(container.expert_layout(keys[0][0]).payload_bytes)
-    options = ("--max-clients", "1", "--quota", str(WINDOW + 2), "--io-depth", str(DEPTH))
-    gb, seconds = {"raw": 0.0, "daemon": 0.0}, {"raw": 0.0, "daemon": 0.0}
-    with Daemon(directories, "--cache-gb", f"{(3 * WINDOW + 2) * slot_bytes / 1e9:.9f}", *options) as daemon:
+    slot_bytes = slot_bytes_for(container.expert_layout(container.expert_layers()[0]).payload_bytes)
+    cache_gb = f"{(3 * WINDOW + 2) * slot_bytes / 1e9:.9f}"
+    options = ("--cache-gb", cache_gb, "--max-clients", "1", "--quota", str(WINDOW + 2), "--io-depth", str(DEPTH))
+    with Daemon(directories, *options) as daemon, RawLoop(container, direct, huge=True) as loop:
         link = Link.open(daemon.socket, "bench")
-        cpu_s, read_bytes = daemon.cpu_s(), daemon.read_bytes()
-        for turn, block in enumerate(blocks):
-            way = ("raw", "daemon", "daemon", "raw")[(turn + seed) % 4]
-            if way == "raw":
-                took_s = raw_read(container, block, direct)
-            else:
-                began_s = time.perf_counter()
-                lease_all(link.ring, block)
-                took_s = time.perf_counter() - began_s
-            seconds[way] += took_s
-            gb[way] += sum(e.stored_bytes for key in block for e in container.expert_extents(*key)) / 1e9
-        cpu_s, read_bytes = daemon.cpu_s() - cpu_s, daemon.read_bytes() - read_bytes
-        assert read_bytes == round(gb["daemon"] * 1e9), (read_bytes, gb)
+
+        def lease(keys: Sequence[Key]) -> tuple[float, float]:
+            began_s, began_cpu_s, before = time.perf_counter(), daemon.cpu_s(), daemon.read_bytes()
+            lease_all(link.ring, keys)
+            took_s = time.perf_counter() - began_s
+            assert daemon.read_bytes() - before == stored_bytes(container, keys)
+            return took_s, daemon.cpu_s() - began_cpu_s
+
+        for rates in in_turns(container, {"raw": loop.turn, "daemon": lease}, rounds, seed):
+            yield {"cold_ratio": rates["daemon_gb_per_s"] / rates["raw_gb_per_s"], **rates}
         link.close()
-    rates = {way: gb[way] / seconds[way] for way in gb}
-    return {
-        "cold_ratio": rates["daemon"] / rates["raw"],
-        "raw_gb_per_s": rates["raw"],
-        "daemon_gb_per_s": rates["daemon"],
-        "daemon_cpu_s_per_gb": cpu_s / gb["daemon"],
-    }
+
+
+def page_rounds(container: Container, rounds: int, seed: int, direct: bool) -> Iterator[dict[str, float]]:
+    """The plain loop with buffers in huge pages against the same with small ones: what these are worth here."""
+    with RawLoop(container, direct, huge=True) as huge, RawLoop(container, direct, huge=False) as small:
+        for rates in in_turns(container, {"raw": huge.turn, "raw_small": small.turn}, rounds, seed):
+            yield {"small_pages_ratio": rates["raw_small_gb_per_s"] / rates["raw_gb_per_s"], **rates}
+
+
+def in_turns(container: Container, ways: dict[str, Turn], rounds: int, seed: int) -> Iterator[dict[str, float]]:
+    """GB/s and CPU seconds per GB of two ways to read, each of them given half of the experts in each round."""
+    keys = [tuple(key) for key in np.random.default_rng(seed).permutation(all_keys(container)).tolist()]
+    blocks = [keys[at::4] for at in range(4)]
+    first, second = ways
+    for number in range(rounds):
+        order = (first, second, second, first) if number % 2 == 0 else (second, first, first, second)
+        found = {}
+        for way in ways:
+            found[way] = np.zeros(3)
+        for way, block in zip(order, blocks, strict=True):
+            took_s, cpu_s = ways[way](block)
+            found[way] += (stored_bytes(container, block) / 1e9, took_s, cpu_s)
+        yield {f"{way}_gb_per_s": gb / took_s for way, (gb, took_s, _) in found.items()} | {
+            f"{way}_cpu_s_per_gb": cpu_s / gb for way, (gb, _, cpu_s) in found.items()
+        }
+
+
+def stored_bytes(container: Container, keys: Sequence[Key]) -> int:
+    """What is read of the drives for these experts."""
+    return sum(extent.stored_bytes for key in keys for extent in container.expert_extents(*key))
 
 
 def shares_round(folder: Path, experts: int, expert_bytes: int, rates: tuple[int, int]) -> dict[str, float]:
