@@ -17,6 +17,7 @@ from typing import Any
 
 from k3.container.errors import ConfigError, UnsupportedError
 from k3.container.modelconfig import text_config
+from k3.engine.latent_cache import LatentType
 
 MLA_LATENT_EPS = 1e-6
 """Epsilon of the two latent norms inside MLA: the class default of the published model code, which passes
@@ -111,7 +112,9 @@ class KdaConfig:
 
 @dataclass(frozen=True, slots=True)
 class MlaConfig:
-    """Gated multi-head latent attention without positions; the "rope" columns exist but are not rotated."""
+    """Gated multi-head latent attention without positions; the "rope" columns exist but are not rotated.
+
+    `cache` is the type that a run holds latents in, which config.json says nothing about."""
 
     heads: int
     q_rank: int
@@ -120,6 +123,7 @@ class MlaConfig:
     rope: int
     value: int
     eps: float = MLA_LATENT_EPS
+    cache: LatentType = "f32"
 
     @property
     def scale(self) -> float:
@@ -188,6 +192,10 @@ class ModelConfig:
     def with_mla_eps(self, eps: float) -> ModelConfig:
         """The same model with another epsilon in MLA's latent norms."""
         return replace(self, mla=replace(self.mla, eps=eps))
+
+    def with_latent_cache(self, cache: LatentType) -> ModelConfig:
+        """The same model with its latents held in another type between tokens."""
+        return replace(self, mla=replace(self.mla, cache=cache))
 
 
 def parse_layers(text: str) -> range:

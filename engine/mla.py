@@ -6,8 +6,9 @@ side and the value half behind the softmax:
 
     score = (Wk_h^T q_nope) . c + q_rope . r          out_h = Wv_h (sum of softmax(score) c)
 
-which is algebraically the textbook form. Inside the attention everything is float32, also when other products
-use int8 activations. A chunk gives the bits of its tokens one by one.
+which is algebraically the textbook form. Inside the attention everything is computed in float32, also when
+other products use int8 activations and when the cache is held in a narrower type. A chunk gives the bits of its
+tokens one by one.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class LatentAttention:
         """x [S, hidden], normed -> [S, hidden]. Fills rows [position, position + S) of `state`."""
         mla, end = self._mla, position + len(x)
         both = self._kv_a(x)
-        state.latent[position:end] = kernels.rms_norm(both[:, : mla.latent], self._kv_norm, mla.eps)
-        state.rope[position:end] = both[:, mla.latent :]
+        latent = kernels.rms_norm(both[:, : mla.latent], self._kv_norm, mla.eps)
+        state.keep(position, latent, both[:, mla.latent :])
         q = self._q_b(kernels.rms_norm(self._q_a(x), self._q_norm, mla.eps))
         q = q.reshape(len(x), mla.heads, mla.nope + mla.rope)
         q_latent = kernels.absorb_query(q[:, :, : mla.nope], self._kv_b, mla.value)

@@ -250,6 +250,7 @@ def _check_recipe(container: Container, settings: ModelSettings) -> None:
 def _configured(config: ModelConfig, settings: ModelSettings) -> ModelConfig:
     if settings.mla_eps is not None:
         config = config.with_mla_eps(settings.mla_eps)
+    config = config.with_latent_cache(settings.latent_type)
     if settings.layers is not None:
         try:
             config = config.truncated(settings.layers)

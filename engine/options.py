@@ -102,6 +102,14 @@ _HOW_TO_RUN = (
         help="Epsilon of the latent norms: the published code's, or the one some other engines use.",
     ),
     click.option(
+        "--latent-dtype",
+        "latent_type",
+        type=click.Choice(["f32", "bf16", "f16"]),
+        default="f32",
+        help="Type in which full-attention layers keep what they know of each token. bf16 and f16 take half the "
+        "memory, and change results slightly.",
+    ),
+    click.option(
         "--expert-gb",
         type=Real(0),
         show_envvar=True,
@@ -169,6 +177,7 @@ def model_settings(options: dict[str, Any]) -> ModelSettings:
         head_bits=head_bits,
         layers=options["layers"],
         mla_eps=float(options["mla_eps"]),
+        latent_type=options["latent_type"],
         exact=options["exact"],
         keep_share=options["keep_share"],
         expert_bytes=None if expert_gb is None else int(expert_gb * 1e9),

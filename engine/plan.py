@@ -18,7 +18,7 @@ from k3.engine.budget import CHUNK_COPIES, Need, check_fits
 from k3.engine.config import ModelConfig
 from k3.engine.reading import READ_AHEAD
 from k3.engine.settings import ModelSettings
-from k3.engine.state import state_bytes
+from k3.engine.state import scores_bytes, state_bytes
 from k3.store.daemon_model import DaemonModel
 from k3.store.fetch import buffer_bytes
 from k3.store.file import WORKING_SLOTS
@@ -100,7 +100,8 @@ def plan_memory(
         dense_bytes=sum(parts.values()),
         load_bytes=sum(sorted(source_bytes(source, name) for name in names)[-READ_AHEAD:]),
         state_bytes=state_bytes(config, capacity),
-        activation_bytes=activation_bytes(config, min(chunk, capacity), every_logit=every_logit),
+        activation_bytes=activation_bytes(config, min(chunk, capacity), every_logit=every_logit)
+        + scores_bytes(config, capacity, min(chunk, capacity)),
         working_bytes=slot_bytes * WORKING_SLOTS if layers and own_cache else 0,
         cache_bytes=settings.expert_bytes or 0,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from k3.container.errors import ExitCode, K3Error
+from k3.engine.latent_cache import LatentType
 from k3.engine.sampler import SamplerOptions
 from k3.store.file import Verify
 
@@ -36,6 +37,7 @@ class ModelSettings:
     head_bits: int | None = None
     layers: str | None = None
     mla_eps: float | None = None
+    latent_type: LatentType = "f32"
     exact: bool = False
     keep_share: float = 1.0
     expert_bytes: int | None = None

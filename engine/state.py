@@ -1,9 +1,9 @@
 """What one timeline remembers between tokens, sized up front.
 
 A KDA layer keeps one matrix per head and the last inputs of its three convolutions: a fixed size. An MLA
-layer keeps, for every token so far, the normalised latent and the shared "rope" columns, both float32;
-rows for `capacity` tokens are reserved at once, so a timeline never grows and never moves. Owned by one
-session and written by one thread.
+layer keeps, for every token so far, the normalised latent and the shared "rope" columns, in the type that the
+run's configuration names (latent_cache.py); rows for `capacity` tokens are reserved at once, so a timeline never
+grows and never moves. Owned by one session and written by one thread.
 
 A state file (docs/state_file.md) sees none of this layout: it asks `state_parts` what there is, and moves rows
 with `rows` and `put_rows`.
@@ -14,16 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from k3.engine.config import ModelConfig
+from k3.engine.latent_cache import FORMS, narrowed
 
 Array = npt.NDArray[np.float32]
 
-LATENT_DTYPE = "F32"
-"""What the latent cache holds, as safetensors calls it."""
+Numbers = npt.NDArray[Any]  # of a latent cache, in its type
+
+_LINE_BYTES = 64
+"""A cache line. Rows of the model's arrays are whole lines, so that no register is loaded from two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +40,12 @@ class Part:
     shape: tuple[int, ...]
 
 
-_LINE = 16
-"""Floats in a cache line."""
-
-
-def _zeros(*shape: int) -> Array:
+def _zeros(*shape: int, dtype: npt.DTypeLike = np.float32) -> Numbers:
     """Zeros whose first number begins a cache line, in pages that are not touched before they are used."""
-    count = math.prod(shape)
-    memory = np.zeros(count + _LINE, np.float32)
-    start = -memory.ctypes.data // memory.itemsize % _LINE
-    return memory[start : start + count].reshape(shape)
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(count + _LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % _LINE_BYTES
+    return memory[start : start + count].view(dtype).reshape(shape)
 
 
 @dataclass(slots=True)
@@ -81,20 +81,29 @@ class KdaState:
 class MlaState:
     """`latent` [capacity, latent], `rope` [capacity, rope]; rows before the timeline's position are filled."""
 
-    latent: Array
-    rope: Array
+    latent: Numbers
+    rope: Numbers
 
     @classmethod
     def create(cls, config: ModelConfig, capacity: int) -> MlaState:
-        mla = config.mla
-        return cls(_zeros(capacity, mla.latent), _zeros(capacity, mla.rope))
+        mla, dtype = config.mla, FORMS[config.mla.cache].dtype
+        return cls(_zeros(capacity, mla.latent, dtype=dtype), _zeros(capacity, mla.rope, dtype=dtype))
 
-    def rows(self, part: str, start: int, stop: int) -> Array:
+    def keep(self, position: int, latent: Array, rope: Array) -> None:
+        """Set the rows of tokens from `position` on, float32 [S, latent] and [S, rope], in the cache's type.
+
+        UnsupportedError for a number that it cannot hold.
+        """
+        stop = position + len(latent)
+        self.latent[position:stop] = narrowed(latent, self.latent.dtype)
+        self.rope[position:stop] = narrowed(rope, self.rope.dtype)
+
+    def rows(self, part: str, start: int, stop: int) -> Numbers:
         """Of tokens [start, stop) the latent, then the rope columns, [tokens, latent + rope]. A copy."""
         assert part == "rows"
         return np.concatenate((self.latent[start:stop], self.rope[start:stop]), axis=1)
 
-    def put_rows(self, part: str, start: int, rows: Array) -> None:
+    def put_rows(self, part: str, start: int, rows: Numbers) -> None:
         """Set what `rows` gives, from token `start` on."""
         assert part == "rows"
         stop, latent = start + len(rows), self.latent.shape[1]
@@ -102,7 +111,7 @@ class MlaState:
 
     @staticmethod
     def nbytes(config: ModelConfig, capacity: int) -> int:
-        return 4 * capacity * (config.mla.latent + config.mla.rope)
+        return FORMS[config.mla.cache].dtype.itemsize * capacity * (config.mla.latent + config.mla.rope)
 
 
 class State:
@@ -125,6 +134,15 @@ def state_bytes(config: ModelConfig, capacity: int) -> int:
     )
 
 
+def scores_bytes(config: ModelConfig, capacity: int, chunk: int) -> int:
+    """Memory for the scores of one MLA layer, which a run holds on to: of one token against `capacity` others, and
+    of more of a chunk's tokens within 16 MiB."""
+    if all(layer in config.kda_layers for layer in config.layers):
+        return 0
+    token_bytes = 4 * config.mla.heads * (capacity + 16)
+    return min(chunk * token_bytes, max(token_bytes, 16 << 20))
+
+
 def state_parts(config: ModelConfig, tokens: int) -> Iterator[Part]:
     """Every array of a state after `tokens` tokens, layers ascending."""
     kda, mla = config.kda, config.mla
@@ -133,4 +151,4 @@ def state_parts(config: ModelConfig, tokens: int) -> Iterator[Part]:
             yield Part(layer, "memory", "F32", (kda.heads, kda.head_dim, kda.head_dim))
             yield Part(layer, "windows", "F32", (3, kda.conv_taps - 1, kda.width))
         else:
-            yield Part(layer, "rows", LATENT_DTYPE, (tokens, mla.latent + mla.rope))
+            yield Part(layer, "rows", FORMS[mla.cache].tensor_dtype, (tokens, mla.latent + mla.rope))

@@ -24,8 +24,9 @@ from k3.container.keys import tensor_bytes
 from k3.container.output_file import OutputFile
 from k3.container.regular_file import RegularFile
 from k3.engine.config import ModelConfig
+from k3.engine.latent_cache import FORMS
 from k3.engine.model import ModelOptions
-from k3.engine.state import LATENT_DTYPE, Part, State, state_parts
+from k3.engine.state import Part, State, state_parts
 
 Array = npt.NDArray[Any]
 PromptForm = Literal["ids", "text"]
@@ -72,7 +73,7 @@ class Binding:
             exact="true" if options.exact else "false",
             mla_eps=repr(float(config.mla.eps)),
             keep_share=repr(float(options.keep_share)),
-            latent=LATENT_DTYPE,
+            latent=FORMS[config.mla.cache].tensor_dtype,
         )
 
     def check(self, found: dict[str, str], path: Path) -> None:
