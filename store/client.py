@@ -89,17 +89,20 @@ class DaemonSource:
     def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
         """Ask the daemon to read experts into its cache when it has nothing better to do: a hint, not awaited.
 
-        Returns a function that cancels what has not begun. ValueError and ExpertError as for `lease`. Without a
-        daemon it does nothing.
+        Returns a function that cancels what has not begun. ValueError and ExpertError as for `lease`. While there
+        is no daemon, the fallback is asked instead; without one it does nothing.
         """
         with self._changed:
             self._dispatch.check_open()
             session = self._session
-            if session is None or self._daemon.counts is None:
-                return lambda: None
-            ids = checked_request(layer, experts, self._daemon.counts)
-            tag = self._dispatch.next_tag()
-            session.link.ring.submit(tag, Op.PREFETCH, layer, ids)  # what finds no room in the ring is let go
+            counts = self._daemon.counts
+            if counts is not None:
+                experts = checked_request(layer, experts, counts)
+            if session is not None:
+                tag = self._dispatch.next_tag()
+                session.link.ring.submit(tag, Op.PREFETCH, layer, experts)  # what finds no room is let go
+        if session is None:
+            return (lambda: None) if self._stand_in is None else self._stand_in.prefetch(layer, experts)
 
         def cancel() -> None:
             with self._changed:

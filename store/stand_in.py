@@ -21,10 +21,17 @@ class StandIn:
 
     def lease(self, layer: int, experts: Sequence[int]) -> LeaseStream:
         """See `ExpertSource.lease`."""
+        return self._opened().lease(layer, experts)
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
+        """See `ExpertSource.prefetch`."""
+        return self._opened().prefetch(layer, experts)
+
+    def _opened(self) -> ExpertSource:
         with self._opening:
             if self._source is None:
                 self._source = self._open()
-        return self._source.lease(layer, experts)
+            return self._source
 
     def added_to(self, stats: SourceStats) -> SourceStats:
         """The sum of somebody's counters and these."""

@@ -6,7 +6,7 @@
 // Control calls may come from any thread at any time and take the lock for a moment.
 //
 // No deadlock: `max_clients` * `quota` slots are promised, a quarter of the rest may be filled by prefetches, the
-// remainder may be pinned. These sum to the number of slots, and a client never holds or awaits more leases than its
+// remainder may be pinned (clients that prefetch share their quarter evenly). These sum to the number of slots, and a client never holds or awaits more leases than its
 // quota, so a demand read that finds no slot only ever waits for reads whose client is gone, and those end by themselves.
 //
 // What a client can write (its ring, its doorbells) is bounded in ring.h, server.cpp and at add_client(); a client that
@@ -139,6 +139,7 @@ private:
         Key key;
         uint32_t slot;
         Kind kind;
+        uint32_t prefetcher = 0;  // the client whose share of the prefetches it counts in, while it is one
         std::vector<Waiter> waiters;
         uint64_t pieces_left;
         uint64_t payload_at;
@@ -168,6 +169,7 @@ private:
         uint64_t leased = 0;       // sum of leases
         uint64_t waiting = 0;      // lease requests that were not answered yet
         uint64_t prefetching = 0;  // in `prefetches`, or being read
+        uint64_t filling = 0;      // prefetches of it that are being read
         uint64_t owed = 0;         // completions that may still come: waiting, prefetching and pins under way
         bool has_ring = false;  // not the control side's
         bool dirty = false;     // has completions that were not published
@@ -205,6 +207,9 @@ private:
     void pump_prefetches();
     bool start_prefetch(Client& client);
     bool make_prefetch_room(const Client& client, const Prefetch& wanted, bool& own);
+    const uint32_t* prefetcher_to_displace(const Client& client) const;
+    bool displace(uint32_t prefetcher, const uint64_t* except_tag);
+    void is_prefetch_no_more(const Flight& flight);
     Pending* pending_for(Key key);
 
     // Clients

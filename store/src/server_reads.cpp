@@ -23,7 +23,11 @@ bool Server::take_off(Key key, Kind kind, std::vector<Waiter>& waiters) {
                    (options_.verify == Verify::first && verified_.count(key) == 0);
     reader_->prepare(flight, plan, files_);
     flight.pieces_left = flight.pieces.size();
-    if (kind != Kind::demand) ++filling_prefetches_;
+    if (kind != Kind::demand) {
+        flight.prefetcher = flight.waiters.front().client;
+        ++filling_prefetches_;
+        ++clients_.at(flight.prefetcher)->filling;
+    }
     flights_[key] = std::move(made);
     reader_->start(flight);
     return true;
@@ -33,9 +37,17 @@ void Server::join(Flight& flight, const Waiter& waiter) {
     flight.waiters.push_back(waiter);
     if (flight.kind == Kind::demand) return;
     if (flight.kind == Kind::prefetch && waiter.op == Op::lease) ++prefetch_hits_;
+    is_prefetch_no_more(flight);
     flight.kind = Kind::demand;
-    --filling_prefetches_;
     reader_->promote(flight);
+}
+
+// To be called while its kind still says so.
+void Server::is_prefetch_no_more(const Flight& flight) {
+    if (flight.kind == Kind::demand) return;
+    --filling_prefetches_;
+    const auto owner = clients_.find(flight.prefetcher);
+    if (owner != clients_.end()) --owner->second->filling;
 }
 
 void Server::land_done() {
@@ -48,7 +60,7 @@ void Server::land_done() {
         Flight& flight = static_cast<Flight&>(*job);
         if (piece->outcome != Status::ok && flight.failure == nullptr) flight.failure = piece;
         if (--flight.pieces_left > 0) continue;
-        if (flight.kind != Kind::demand) --filling_prefetches_;
+        is_prefetch_no_more(flight);
         if (flight.failure == nullptr) {
             land(flight);
         } else {
@@ -64,7 +76,7 @@ void Server::land(Flight& flight) {
     if (flight.kind == Kind::prefetch) {
         ++prefetched_;
         const bool known = !flight.waiters.empty();
-        slots_->set_unused(flight.slot, known ? flight.waiters[0].client : 0, known ? flight.waiters[0].tag : 0);
+        slots_->set_unused(flight.slot, flight.prefetcher, known ? flight.waiters[0].tag : 0);
         unused_order_.emplace_back(flight.slot, (*slots_)[flight.slot].generation);
     }
     for (const Waiter& waiter : flight.waiters) {
@@ -100,7 +112,7 @@ void Server::fail(Flight& flight) {
 // A flight that has not begun and never will: its slot is free again.
 void Server::call_off(Key key) {
     Flight& flight = *flights_.at(key);
-    if (flight.kind != Kind::demand) --filling_prefetches_;
+    is_prefetch_no_more(flight);
     slots_->failed(flight.slot);
     flights_.erase(key);
 }
@@ -165,26 +177,60 @@ bool Server::start_prefetch(Client& client) {
     return true;
 }
 
-// Prefetched experts that were never used give way, oldest first, except those of the same prefetch (`own`).
+// Prefetched experts that were never used give way to new ones, except those of the same prefetch (`own`).
 bool Server::make_prefetch_room(const Client& client, const Prefetch& wanted, bool& own) {
     while (filling_prefetches_ + slots_->unused() >= prefetch_slots_) {
-        if (slots_->unused() == 0) return false;
-        const auto [index, generation] = unused_order_.front();
-        const Slot& slot = (*slots_)[index];
-        if (slot.unused && slot.generation == generation) {
-            if (slot.prefetch_client == client.id && slot.prefetch_tag == wanted.tag) {
-                own = true;
-                return false;
-            }
-            if (slot.holds > 0) {
-                slots_->set_used(index);  // pinned: it counts with the pins now
-            } else {
-                slots_->drop(index);
-            }
+        const uint32_t* const prefetcher = prefetcher_to_displace(client);
+        if (prefetcher == nullptr) return false;
+        const bool is_own = *prefetcher == client.id;
+        if (!displace(*prefetcher, is_own ? &wanted.tag : nullptr)) {
+            own = is_own;
+            return false;
         }
-        unused_order_.pop_front();
     }
     return true;
+}
+
+// Whose unused prefetch makes room for one of `client`; nullptr when there is nobody's to take now. First those that
+// nobody can use any more; then those of the client that has most, as long as it then still has no less than `client`, so
+// that shares even out and stay even; else its own. Whoever has none at all may take one from anybody.
+const uint32_t* Server::prefetcher_to_displace(const Client& client) const {
+    const uint32_t* richest = nullptr;
+    uint64_t most = 0;
+    for (const auto& [id, unused] : slots_->unused_by()) {
+        const auto found = clients_.find(id);
+        if (id == 0 || found == clients_.end()) return &id;
+        const uint64_t has = unused + found->second->filling;
+        if (id != client.id && has > most) richest = &id, most = has;
+    }
+    const auto own = slots_->unused_by().find(client.id);
+    const uint64_t has = client.filling + (own == slots_->unused_by().end() ? 0 : own->second);
+    if (richest != nullptr && (has + 1 < most || has == 0)) return richest;
+    return own == slots_->unused_by().end() ? nullptr : &own->first;
+}
+
+// Throws out the oldest unused prefetch of a client that is not of `except_tag`. False when it has none.
+bool Server::displace(uint32_t prefetcher, const uint64_t* except_tag) {
+    for (auto at = unused_order_.begin(); at != unused_order_.end();) {
+        const auto [index, generation] = *at;
+        const Slot& slot = (*slots_)[index];
+        if (!slot.unused || slot.generation != generation) {
+            at = unused_order_.erase(at);
+            continue;
+        }
+        if (slot.prefetch_client != prefetcher || (except_tag != nullptr && slot.prefetch_tag == *except_tag)) {
+            ++at;
+            continue;
+        }
+        if (slot.holds > 0) {
+            slots_->set_used(index);  // pinned: it counts with the pins now
+        } else {
+            slots_->drop(index);
+        }
+        unused_order_.erase(at);
+        return true;
+    }
+    return false;
 }
 
 Server::Pending* Server::pending_for(Key key) {

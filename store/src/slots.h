@@ -9,6 +9,7 @@
 // Not thread-safe (the server's lock).
 #pragma once
 
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -102,10 +103,13 @@ public:
         slots_[index].prefetch_client = client;
         slots_[index].prefetch_tag = tag;
         ++unused_;
+        ++unused_by_[client];
     }
     void set_used(uint32_t index) {
         slots_[index].unused = false;
         --unused_;
+        const auto owner = unused_by_.find(slots_[index].prefetch_client);
+        if (--owner->second == 0) unused_by_.erase(owner);
     }
 
     // Throws out an expert that nobody holds.
@@ -127,6 +131,8 @@ public:
 
     uint64_t evictions() const { return evictions_; }
     uint64_t unused() const { return unused_; }
+    // Of these, by the client that asked for them; only clients that have some.
+    const std::map<uint32_t, uint64_t>& unused_by() const { return unused_by_; }
     uint64_t wasted() const { return wasted_; }  // prefetched and gone without ever being used
 
 private:
@@ -147,6 +153,7 @@ private:
     std::unordered_map<Key, uint32_t, KeyHash> where_;
     std::vector<Key> evicted_;
     uint64_t evictions_ = 0, unused_ = 0, wasted_ = 0;
+    std::map<uint32_t, uint64_t> unused_by_;
 };
 
 }  // namespace k3::store

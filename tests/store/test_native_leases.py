@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +251,98 @@ def test_prefetches_keep_to_their_share(tmp_path: Path) -> None:
         until(lambda: server.stats()["cache"]["prefetched"] == 8)
         assert server.stats()["cache"]["prefetch_wasted"] == 4
         assert server.stats()["slots"]["cached"] == 4
+
+
+def prefetched(server: NativeServer, count: int) -> None:
+    """Wait until so many prefetches have landed, in all."""
+    until(lambda: server.stats()["cache"]["prefetched"] == count)
+
+
+def in_arena(client: Client, layer: int, experts: Sequence[int]) -> list[int]:
+    """Which of these experts a lease finds in RAM."""
+    leases = client.lease(layer, experts)
+    client.give_back(leases)
+    return sorted(lease.expert for lease in leases if lease.source == Source.ARENA)
+
+
+def test_a_flood_of_prefetches_displaces_only_its_own(tmp_path: Path) -> None:
+    """The share of prefetches is 4: two clients that use it have 2 each, whatever the other one does."""
+    world = make_world(tmp_path, layers=3, experts=40)
+    with (
+        serving(world, slots=24, max_clients=2, quota=4) as server,
+        client_of(server, world, "floods") as flood,
+        client_of(server, world, "modest") as modest,
+    ):
+        assert server.stats()["prefetch_slots"] == 4
+        flood.ask(0, [0, 1, 2, 3], op=Op.PREFETCH, tag=1)  # alone, it may have all
+        prefetched(server, 4)
+        modest.ask(1, [0, 1], op=Op.PREFETCH, tag=1)
+        prefetched(server, 6)
+        for turn in range(4, 40, 4):
+            flood.ask(0, range(turn, turn + 4), op=Op.PREFETCH, tag=turn)
+            busy = flood.take(2)  # two have its share, the other two would only displace them
+            assert {answer.status for answer in busy} == {Status.BUSY}
+            prefetched(server, 6 + turn // 2)
+        assert in_arena(modest, 1, [0, 1]) == [0, 1]
+        assert in_arena(flood, 0, [36, 37]) == [36, 37]
+        assert server.stats()["cache"]["prefetch_hits"] == 4
+
+
+def test_who_has_no_prefetch_takes_one_from_who_has(tmp_path: Path) -> None:
+    """Also where there are fewer slots for prefetches than clients."""
+    world = make_world(tmp_path, layers=1, experts=20)
+    with (
+        serving(world, slots=16, max_clients=4, quota=3) as server,
+        client_of(server, world) as first,
+        client_of(server, world) as second,
+    ):
+        assert server.stats()["prefetch_slots"] == 1
+        first.ask(0, [3], op=Op.PREFETCH)
+        prefetched(server, 1)
+        second.ask(0, [4], op=Op.PREFETCH)
+        prefetched(server, 2)
+        assert server.stats()["cache"]["prefetch_wasted"] == 1
+        assert in_arena(second, 0, [4]) == [4]
+
+
+def test_what_a_client_that_has_gone_prefetched_goes_first(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=1, experts=20)
+    with serving(world, slots=24, max_clients=2, quota=4) as server, client_of(server, world) as stays:
+        stays.ask(0, [0, 1, 2], op=Op.PREFETCH, tag=1)
+        prefetched(server, 3)
+        with client_of(server, world) as leaves:
+            leaves.ask(0, [10], op=Op.PREFETCH, tag=1)
+            prefetched(server, 4)
+        stays.ask(0, [3], op=Op.PREFETCH, tag=2)
+        prefetched(server, 5)
+        assert in_arena(stays, 0, [0, 1, 2, 3]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefetches_of_many_clients_keep_even_shares(tmp_path: Path, seed: int) -> None:
+    """Each client's newest prefetches, as many as its share, are there whenever it comes to use them."""
+    dice = np.random.default_rng(seed)
+    world = make_world(tmp_path, layers=3, experts=100)
+    share = 2
+    with serving(world, slots=12 + 24, max_clients=3, quota=4) as server:
+        assert server.stats()["prefetch_slots"] == 3 * share
+        clients = [Client(server, world, f"number {number}") for number in range(3)]
+        waiting: list[list[int]] = [[], [], []]
+        unseen = [list(range(100)) for _ in clients]
+        for _ in range(60):
+            number = int(dice.integers(3))
+            client, mine = clients[number], waiting[number]
+            if mine and dice.random() < 0.4:
+                assert in_arena(client, number, mine[-share:]) == sorted(mine[-share:])
+                mine.clear()
+            else:
+                expert = unseen[number].pop()
+                before = server.stats()["cache"]["prefetched"]
+                client.ask(number, [expert], op=Op.PREFETCH, tag=expert)
+                prefetched(server, before + 1)
+                mine.append(expert)
+        for client in clients:
+            client.close()
 
 
 def test_demand_goes_before_prefetch_and_takes_it_over(tmp_path: Path) -> None:
