@@ -3,6 +3,14 @@
 #include <atomic>
 #include <cstring>
 
+#ifdef K3_HAVE_avxvnni
+#include <cpuid.h>
+#endif
+#ifdef K3_HAVE_neondot
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace k3 {
 
 #define K3_DECLARE(name)        \
@@ -15,11 +23,17 @@ K3_DECLARE(avx2)
 K3_DECLARE(avx512)
 K3_DECLARE(avx512vnni)
 #endif
+#ifdef K3_HAVE_avxvnni
+K3_DECLARE(avxvnni)
+#endif
+#ifdef K3_HAVE_neondot
+K3_DECLARE(neondot)
+#endif
 
 namespace {
 
 struct Found {
-    const Kernels* tables[4];
+    const Kernels* tables[5];
     int count;
 };
 
@@ -29,12 +43,20 @@ Found find() {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2")) return found;
     found.tables[found.count++] = &avx2::table;
+#ifdef K3_HAVE_avxvnni
+    unsigned eax = 0, ebx, ecx, edx;  // leaf 7.1; older compilers know no name for this bit
+    if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << 4) != 0)
+        found.tables[found.count++] = &avxvnni::table;
+#endif
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vl");
     if (!avx512) return found;
     found.tables[found.count++] = &avx512::table;
     if (__builtin_cpu_supports("avx512vnni")) found.tables[found.count++] = &avx512vnni::table;
+#endif
+#ifdef K3_HAVE_neondot
+    if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0) found.tables[found.count++] = &neondot::table;
 #endif
     return found;
 }

@@ -56,6 +56,26 @@ def test_equal_to_the_definition_however_it_runs(everyway, same_bits, sizes, row
     same_bits(y[-1:], expert.forward(z[-1:], exact))
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.tuples(*[st.sampled_from([32, 96, 512, 544, 1056])] * 2, st.sampled_from([1, 15, 16, 17, 33])),
+    rows=st.sampled_from([1, 2, 40, 64, 65]),
+    seed=st.integers(0, 2**32),
+)
+def test_integer_products_at_the_edges_of_tiles(everyway, same_bits, sizes, rows, seed) -> None:
+    """Sixteen rows, and scale bytes of sixteen groups (512 columns) at a time; weights of largest magnitude."""
+    rng = np.random.default_rng(seed)
+    expert = Expert(*sizes, rng)
+    w1 = expert.matrices["w1"]
+    largest = rng.choice(np.array([0x77, 0xFF, 0x7F, 0x0F], np.uint8), w1.rows * w1.columns // 2)
+    expert.payload.flags.writeable = True
+    expert.payload[w1.packed_offset : w1.packed_offset + largest.size] = largest
+    expert.arrays["w1"] = (largest.reshape(w1.rows, -1), expert.arrays["w1"][1])
+    z = rng.choice(np.array([-1, 1], np.float32), (rows, sizes[0]))
+    (y,) = everyway(lambda: expert.forward(z, False))
+    same_bits(y, expert.define(z, False))
+
+
 def test_betas_are_used() -> None:
     rng = np.random.default_rng(1)
     expert = Expert(64, 32, 8, rng, 120)

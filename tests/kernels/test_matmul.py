@@ -99,6 +99,30 @@ def test_at_a_size_with_whole_blocks_and_many_rows(everyway, same_bits, encoding
     same_bits(kernels.matmul(x, w), reference.matmul_exact(x, w.dense))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    encoding=st.sampled_from(["int8", "int4"]),
+    out_rows=st.sampled_from([1, 15, 16, 17, 31, 32, 33, 47, 65]),
+    columns=st.sampled_from([1, 15, 16, 17, 63, 64, 65, 127, 128, 255, 256, 257, 1023]),
+    rows=st.sampled_from([1, 2, 8, 39, 40, 63, 64, 65, 130]),
+    extreme=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_integer_products_at_the_edges_of_tiles(
+    everyway, same_bits, encoding, out_rows, columns, rows, extreme, seed
+) -> None:
+    """Tiles of 16 rows, groups of 64 columns, blocks of 64 rows of x; weights and activations at their limits."""
+    rng = np.random.default_rng(seed)
+    w = weights(encoding, out_rows, columns, rng)
+    x = rng.standard_normal((rows, columns), np.float32)
+    if extreme:
+        w.data[:] = rng.choice(np.array([0x80, 0x7F, 0x81, 0x00, 0xFF, 0xF0, 0x0F], np.uint8), w.data.shape)
+        x = np.sign(x) * np.float32(3)
+    (y,) = everyway(lambda: kernels.matmul(x, w, exact=False))
+    define = reference.matmul_int8 if encoding == "int8" else reference.matmul_int4
+    same_bits(y, define(x, w.data, w.scales))
+
+
 def test_the_example_of_the_order_of_a_sum(everyway) -> None:
     x = np.array([[1e8, 1, -1e8, 1] + [0] * 13 + [2.0**-20]], np.float32)
     (y,) = everyway(lambda: kernels.matmul_encoded(x, np.ones((1, 18), np.float32), None, "f32"))

@@ -13,6 +13,8 @@
 
 #if defined(__SSE2__) && !defined(__AVX2__)
 #include <emmintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace k3 {
@@ -119,6 +121,10 @@ K3_INLINE __m128i odd(const i32x4& v) { return _mm_srai_epi16((__m128i)v, 8); }
 K3_INLINE i32x4 dot(const i32x4& sums, const i32x4& w, const i32x4& x) {
     return sums + (i32x4)_mm_madd_epi16(even(w), even(x)) + (i32x4)_mm_madd_epi16(odd(w), odd(x));
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+K3_INLINE i32x4 dot(const i32x4& sums, const i32x4& w, const i32x4& x) {
+    return (i32x4)vdotq_s32((int32x4_t)sums, (int8x16_t)w, (int8x16_t)x);
+}
 #else
 K3_INLINE i32x4 dot(const i32x4& sums, const i32x4& w, const i32x4& x) {
     i32x4 out = sums;
@@ -127,6 +133,11 @@ K3_INLINE i32x4 dot(const i32x4& sums, const i32x4& w, const i32x4& x) {
 }
 #endif
 K3_INLINE i32x4 dot_small(const i32x4& sums, const i32x4& w, const i32x4& x) { return dot(sums, w, x); }
+#if defined(__ARM_NEON)
+K3_INLINE i32x4 looked_up(const int8_t* table, const i32x4& n) {
+    return (i32x4)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)n);
+}
+#else
 K3_INLINE i32x4 looked_up(const int8_t* table, const i32x4& n) {
     uint8_t index[16];
     int8_t value[16];
@@ -136,6 +147,7 @@ K3_INLINE i32x4 looked_up(const int8_t* table, const i32x4& n) {
     memcpy(&out, value, 16);
     return out;
 }
+#endif
 K3_INLINE f32x4 to_floats(const i32x4& v) { return __builtin_convertvector(v, f32x4); }
 K3_INLINE i32x4 larger_of(const i32x4& a, const i32x4& b) { return choose(greater(a, b), a, b); }
 #endif
