@@ -76,7 +76,10 @@ def open_experts(attachment: Attachment, settings: ModelSettings, cache_bytes: i
                 path=home,
                 advice="Name the same container with --container and --dirs",
             )
-        return FileSource(container, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
+        return FileSource(
+            container, cache_bytes=cache_bytes, prefetch_slots=settings.prefetch, direct=settings.direct,
+            verify=settings.verify,
+        )  # fmt: skip
 
     return DaemonSource(
         attachment.socket,

@@ -31,6 +31,7 @@ from k3.container.keys import ExpertLayout
 from k3.container.source import EncodedTensor, ModelSource
 from k3.engine.config import ModelConfig
 from k3.engine.kda import KdaAttention
+from k3.engine.lookahead import LookAhead
 from k3.engine.mla import LatentAttention
 from k3.engine.mlp import GatedMlp
 from k3.engine.moe import LatentMoe
@@ -63,7 +64,7 @@ class Layer:
 
     def __init__(
         self, weights: Weights, index: int, config: ModelConfig, source: ModelSource, experts: ExpertSource,
-        options: ModelOptions,
+        options: ModelOptions, on_request: Callable[[], None],
     ) -> None:  # fmt: skip
         self.index = index
         self.starts_block = index % config.residual_block == 0
@@ -72,6 +73,7 @@ class Layer:
         self._config = config
         self._experts = experts
         self._options = options
+        self._on_request = on_request
         self._layout: ExpertLayout | None = None
         if index in config.moe_layers:
             _check_experts(source, index, config)
@@ -94,7 +96,7 @@ class Layer:
             return GatedMlp(self._weights, f"{self._name}.mlp", self._config)
         return LatentMoe(
             self._weights, f"{self._name}.block_sparse_moe", self.index, self._config, self._experts, self._layout,
-            exact=self._options.exact, keep_share=self._options.keep_share,
+            exact=self._options.exact, keep_share=self._options.keep_share, on_request=self._on_request,
         )  # fmt: skip
 
     @cached_property
@@ -126,6 +128,13 @@ class Layer:
         """The MLP half of the layer for a mixture [S, hidden], before it joins the stream."""
         return self.mlp(kernels.rms_norm(mixed, self._mlp_norm, self._config.eps))
 
+    def foresee(self, blocks: Sequence[Array], stream: Array) -> Array:
+        """What the layer's router would rank experts by for the stream [S, hidden] as it is now: [S, experts]."""
+        assert isinstance(self.mlp, LatentMoe)
+        return self.mlp.router.choice(
+            kernels.rms_norm(self.mlp_mix(blocks, stream), self._mlp_norm, self._config.eps)
+        )
+
 
 class Model:
     """All weights that stay in memory, and the way through them."""
@@ -141,13 +150,15 @@ class Model:
         routes: RouteTraceWriter | None = None,
         on_read: Callable[[str], None] | None = None,
         loading: TensorReader | None = None,
+        look_ahead: LookAhead | None = None,
     ) -> None:
         """Load every dense tensor of `config.layers`; `on_read` is told the name of each that was read.
 
         With `loading`, which reads them already, nothing is waited for: each weight is taken from it when the
         first pass comes to it, and what reading it raised is raised there. `loading` must live as long.
 
-        `tracer` and `routes` are told what happens; they are the caller's.
+        `tracer` and `routes` are told what happens; they are the caller's. `look_ahead` is asked to guess experts
+        in every pass after the first; it may be changed between passes.
 
         SourceError, UnsupportedError and the like name the tensor; nothing is read before all names agree.
         """
@@ -158,6 +169,7 @@ class Model:
         self._experts = experts
         self._tracer = tracer or Tracer()
         self._routes = routes
+        self.look_ahead = look_ahead
         self._passes = 0
         self._complete = False
         if loading is not None:
@@ -175,9 +187,14 @@ class Model:
         self._weights = weights
         self._embeddings = weights.matrix("model.embed_tokens.weight")
         self.layers = [
-            Layer(weights, index, self.config, self._source, self._experts, self.options)
+            Layer(weights, index, self.config, self._source, self._experts, self.options, self._requested)
             for index in self.config.layers
         ]
+        with_experts = [layer for layer in self.layers if layer.index in self.config.moe_layers]
+        self._foreseen = {
+            layer.index: next((later for later in with_experts if later.index >= layer.index), None)
+            for layer in self.layers
+        }
 
     @cached_property
     def _head(self) -> tuple[ResidualMix, Array, Matrix]:
@@ -244,6 +261,9 @@ class Model:
         mixed = layer.attention_mix(blocks, stream)
         if layer.starts_block:
             blocks.append(stream)
+        foreseen = self._foreseen[layer.index]
+        if self.look_ahead is not None and foreseen is not None and self._complete:
+            self.look_ahead.foresee(foreseen.index, foreseen.foresee(blocks, stream))
         attended = layer.attend(mixed, state)
         stream = attended if layer.starts_block else stream + attended
         middle_ns = time.monotonic_ns()
@@ -255,6 +275,11 @@ class Model:
             assert routing is not None
             self._routes.add(layer.index, routing.kept.sum(axis=-1), routing.experts[routing.kept])
         return stream
+
+    def _requested(self) -> None:
+        """A layer has asked for its experts."""
+        if self.look_ahead is not None:
+            self.look_ahead.requested()
 
     def _trace_layer(
         self, layer: Layer, state: State, stream: Array, began_ns: int, middle_ns: int, read_before: int
@@ -272,6 +297,7 @@ class Model:
             wait_ms=0.0 if moe is None else round(moe.last_wait_ns / 1e6, 3),
             read_bytes=self._read_bytes() - read_before,
             experts=None if routing is None else routing.per_token(),
+            foreseen=None if moe is None or self.look_ahead is None else self.look_ahead.last,
         )
 
     def _place(self, state: State, tokens: Sequence[int] | Array) -> dict[str, int]:

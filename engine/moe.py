@@ -12,6 +12,7 @@ expert lay, on what was cached, or on how the tokens were cut into chunks.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +60,11 @@ class Router:
         self._moe = moe
         self._keep_share = keep_share
 
+    def choice(self, x: Array) -> Array:
+        """What experts are ranked by: x [S, hidden] -> [S, experts]."""
+        biased: Array = kernels.sigmoid(self._gate(x)) + self._bias
+        return biased
+
     def __call__(self, x: Array) -> Routing:
         """x [S, hidden]. DamageError when a score is not finite: no choice made from it would mean anything."""
         scores = kernels.sigmoid(self._gate(x))
@@ -91,7 +97,9 @@ class LatentMoe:
         *,
         exact: bool,
         keep_share: float = 1.0,
+        on_request: Callable[[], None] | None = None,
     ) -> None:
+        """`on_request` is called when the layer's experts have been asked for."""
         self.router = Router(weights, name, layer, config.moe, keep_share)
         self._down = weights.matrix(f"{name}.routed_expert_down_proj.weight")
         self._norm = weights.floats(f"{name}.routed_expert_norm.weight")
@@ -102,6 +110,7 @@ class LatentMoe:
         self._source = source
         self._matrices = expert_matrices(layout, config, layer)
         self._exact = exact
+        self._on_request = on_request
         self.last_routing: Routing | None = None
         self.last_wait_ns = 0
 
@@ -114,6 +123,8 @@ class LatentMoe:
         self.last_wait_ns = 0
         stream = self._source.lease(self._layer, routing.wanted())
         try:  # the drives are busy from here on; do everything that needs no expert first
+            if self._on_request is not None:
+                self._on_request()
             z = self._down(x)
             shared = None if self._shared is None else self._shared(x)
             total = ExpertSum(routing, self._config.moe.latent)

@@ -23,6 +23,7 @@ from k3.container.reader import Container, unused_places
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
 from k3.engine.config import ModelConfig, parse_layers, token_ids
+from k3.engine.lookahead import LookAhead
 from k3.engine.model import Model, ModelOptions
 from k3.engine.plan import Source, plan_memory
 from k3.engine.settings import ModelSettings, SettingsError
@@ -189,6 +190,7 @@ def load_model(
                 found.source, found.config, experts,
                 model_options(settings),
                 tracer=tracer, routes=routes, on_read=None if found.loading else on_read, loading=found.loading,
+                look_ahead=_look_ahead(found, settings, experts),
             )  # fmt: skip
         except BaseException:
             experts.close()
@@ -207,7 +209,14 @@ def _open_experts(found: FoundModel, settings: ModelSettings, cache_bytes: int) 
         from k3.engine.attaching import open_experts
 
         return open_experts(found.attachment, settings, cache_bytes)
-    return FileSource(found.source, cache_bytes=cache_bytes, direct=settings.direct, verify=settings.verify)
+    return FileSource(
+        found.source, cache_bytes=cache_bytes, prefetch_slots=settings.prefetch, direct=settings.direct,
+        verify=settings.verify,
+    )  # fmt: skip
+
+
+def _look_ahead(found: FoundModel, settings: ModelSettings, experts: ExpertSource) -> LookAhead | None:
+    return LookAhead(experts, settings.prefetch, found.config.moe.top_k) if settings.prefetch else None
 
 
 def model_options(settings: ModelSettings) -> ModelOptions:

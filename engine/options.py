@@ -117,6 +117,14 @@ _HOW_TO_RUN = (
         help="Memory for the expert cache, in GB.  [default: what is left, at most all experts]",
     ),
     click.option(
+        "--prefetch",
+        type=click.IntRange(0, 1024),
+        default=0,
+        show_envvar=True,
+        envvar="K3_PREFETCH",
+        help="Look ahead: let at most this many experts of a layer be read before it asks for them; 0 is off.",
+    ),
+    click.option(
         "--direct/--no-direct",
         default=True,
         show_envvar=True,
@@ -181,6 +189,7 @@ def model_settings(options: dict[str, Any]) -> ModelSettings:
         exact=options["exact"],
         keep_share=options["keep_share"],
         expert_bytes=None if expert_gb is None else int(expert_gb * 1e9),
+        prefetch=options["prefetch"],
         direct=options["direct"],
         verify=options["verify"],
         threads=options["threads"],

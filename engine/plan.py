@@ -102,7 +102,7 @@ def plan_memory(
         state_bytes=state_bytes(config, capacity),
         activation_bytes=activation_bytes(config, min(chunk, capacity), every_logit=every_logit)
         + scores_bytes(config, capacity, min(chunk, capacity)),
-        working_bytes=slot_bytes * WORKING_SLOTS if layers and own_cache else 0,
+        working_bytes=slot_bytes * (WORKING_SLOTS + settings.prefetch) if layers and own_cache else 0,
         cache_bytes=settings.expert_bytes or 0,
     )
     experts = sum(source.expert_count(layer) for layer in layers)

@@ -23,6 +23,8 @@ class Report:
     read_wait_s: float = 0.0  # of prefill and decode, spent waiting for experts
     cache_hits: int = 0
     cache_misses: int = 0
+    prefetched: int = 0  # experts whose reading look-ahead began
+    prefetch_hits: int = 0  # of these, those that were asked for in time
     read_retries: int = 0
     checked_bytes: int = 0  # of what was read, compared with digests
     unchecked_bytes: int = 0
@@ -48,11 +50,12 @@ class Report:
         """One line for people."""
         decode = f"{self.decode_per_s:.2f}" if self.decode_passes else "-"  # the first token is the prefill's
         resumed = f"resumed {self.resumed_tokens} tokens | " if self.resumed_tokens else ""
+        ahead = f"prefetched {self.prefetched}, {self.prefetch_hits} used | " if self.prefetched else ""
         return (
             f"load {self.load_s:.2f} s | {resumed}"
             f"prefill {self.prompt_tokens} tokens, {self.prefill_per_s:.2f} tok/s | "
             f"decode {self.generated_tokens} tokens, {decode} tok/s | "
-            f"read {self.read_bytes / 1e9:.3f} GB, {self.read_gb_per_s:.3f} GB/s | "
+            f"read {self.read_bytes / 1e9:.3f} GB, {self.read_gb_per_s:.3f} GB/s | {ahead}"
             f"peak RSS {self.peak_rss_bytes / 1e9:.3f} GB"
         )
 

@@ -292,6 +292,7 @@ def _finish_report(report: Report, experts: ExpertSource) -> None:
     report.read_wait_s = stats.wait_ns / 1e9
     report.cache_hits = stats.hits
     report.cache_misses = stats.misses
+    report.prefetched, report.prefetch_hits = stats.prefetched, stats.prefetch_hits
     report.read_retries = stats.retries
     report.checked_bytes, report.unchecked_bytes = stats.checked_bytes, stats.unchecked_bytes
     report.peak_rss_bytes = peak_rss_bytes()

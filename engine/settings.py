@@ -41,6 +41,7 @@ class ModelSettings:
     exact: bool = False
     keep_share: float = 1.0
     expert_bytes: int | None = None
+    prefetch: int = 0  # experts that look-ahead may have read for a layer before it asks
     direct: bool = True
     verify: Verify = "always"
     threads: int | None = None

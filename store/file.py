@@ -155,7 +155,10 @@ class FileSource:
                 return lambda: None
             for expert in ids[: self._prefetch_slots]:
                 key = ExpertKey(layer, expert)
-                if key not in self._slots and key not in self._flights:
+                flight = self._flights.get(key)
+                if flight is not None and flight.guess is not None:
+                    flight.guess = hint  # an earlier hint's, which may be taken back: go on for this one
+                elif flight is None and not self._slots.renew_ahead(key) and key not in self._slots:
                     self._hints.append((hint, key))
             while len(self._hints) > self._prefetch_slots:
                 self._hints.popleft()
@@ -359,15 +362,17 @@ class FileSource:
 
     def _begin_guess(self) -> bool:
         """Begin the oldest hint that is still of use. False when no room can be made for it now."""
+        hint, key = self._hints[0]
+        if key in self._slots or key in self._flights:
+            self._hints.popleft()
+            return True
         if self._guesses == self._prefetch_slots:
             return False
         if self._guesses + self._slots.ahead == self._prefetch_slots:
             self._slots.drop_ahead()
         if not self._slots.has_free:
             return False
-        hint, key = self._hints.popleft()
-        if key in self._slots or key in self._flights:
-            return True
+        self._hints.popleft()
         try:
             self._take_off(key, hint)
         except K3Error:  # a request for it will meet the error

@@ -125,6 +125,13 @@ class SlotTable:
         assert key not in self._residents
         self._residents[key] = self._ahead[key] = Resident(key, slot, self._views[slot][begin:end])
 
+    def renew_ahead(self, key: ExpertKey) -> bool:
+        """Make a guess the newest one, the last to go; False when the expert is not here on a guess."""
+        if key not in self._ahead:
+            return False
+        self._ahead.move_to_end(key)
+        return True
+
     def drop_ahead(self) -> None:
         """Take back the slot of the oldest guess."""
         key, resident = self._ahead.popitem(last=False)

@@ -308,3 +308,17 @@ def test_a_closed_pipe_is_quiet() -> None:
     ended = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_look_ahead_is_counted_and_changes_nothing(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    arguments = ["--snapshot", TINY, "--ids", "1,2,3", "--ngen", "6", "--ignore-eos", "--expert-gb", "0", "--json"]
+    plain = json.loads(k3_run(*arguments).stdout.splitlines()[-1])
+    ahead = json.loads(k3_run(*arguments, "--prefetch", "3", "--trace", str(trace)).stdout.splitlines()[-1])
+    assert ahead["ids"] == plain["ids"]
+    assert plain["prefetched"] == plain["prefetch_hits"] == 0
+    assert ahead["prefetched"] >= ahead["prefetch_hits"] >= 0
+    assert ahead["prefetched"] > 0
+    layers = [line for line in map(json.loads, trace.read_text().splitlines()) if line["type"] == "layer"]
+    assert {len(line["foreseen"]) for line in layers if line["layer"] > 0 and line["pass"] > 0} == {3}
+    assert {line["foreseen"] for line in layers if line["layer"] == 0} == {None}
