@@ -19,8 +19,9 @@ from types import TracebackType
 import numpy as np
 
 from k3 import kernels
-from k3.container.direct import ReadFile, aligned_buffer, span_bytes
+from k3.container.direct import ReadFile, span_bytes
 from k3.container.keys import Extent
+from k3.container.pages import huge_buffer
 from k3.container.source import ModelSource
 from k3.store.file import DEFAULT_THREADS
 
@@ -129,9 +130,7 @@ class _Reader(threading.Thread):
     def run(self) -> None:
         """See the class."""
         try:
-            buffer = aligned_buffer(
-                max(span_bytes(extent.offset, extent.stored_bytes) for extent in self._extents)
-            )
+            buffer = huge_buffer(max(span_bytes(extent.offset, extent.stored_bytes) for extent in self._extents))
             with ExitStack() as stack:
                 files: dict[Path, ReadFile] = {}
                 while True:

@@ -16,9 +16,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3.container.direct import ReadFile, aligned_buffer, span_bytes
+from k3.container.direct import ReadFile, span_bytes
 from k3.container.errors import DaemonError, UnsupportedError
 from k3.container.keys import Extent
+from k3.container.pages import huge_buffer
 from k3.container.reader import Container
 from k3.store.drive_info import device_read_bytes
 from k3.store.link import Link, ask_status
@@ -125,7 +126,7 @@ class _Reader(threading.Thread):
 
     def run(self) -> None:
         """See the class."""
-        buffer = aligned_buffer(max(span_bytes(extent.offset, extent.stored_bytes) for extent in self._extents))
+        buffer = huge_buffer(max(span_bytes(extent.offset, extent.stored_bytes) for extent in self._extents))
         try:
             with ExitStack() as stack:
                 files: dict[Path, ReadFile] = {}
