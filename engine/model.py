@@ -261,11 +261,11 @@ class Model:
         mixed = layer.attention_mix(blocks, stream)
         if layer.starts_block:
             blocks.append(stream)
-        foreseen = self._foreseen[layer.index]
-        if self.look_ahead is not None and foreseen is not None and self._complete:
-            self.look_ahead.foresee(foreseen.index, foreseen.foresee(blocks, stream))
+        self._foresee(layer.index, blocks, stream)
         attended = layer.attend(mixed, state)
         stream = attended if layer.starts_block else stream + attended
+        if layer.index not in self.config.moe_layers:  # time for one more, and better, guess at the next that has
+            self._foresee(layer.index, blocks, stream)
         middle_ns = time.monotonic_ns()
         stream = stream + layer.transform(layer.mlp_mix(blocks, stream))
         if self._tracer.enabled:
@@ -275,6 +275,12 @@ class Model:
             assert routing is not None
             self._routes.add(layer.index, routing.kept.sum(axis=-1), routing.experts[routing.kept])
         return stream
+
+    def _foresee(self, index: int, blocks: Sequence[Array], stream: Array) -> None:
+        """Guess for the next layer with experts, from `index` on. Not before all weights are there."""
+        foreseen = self._foreseen[index]
+        if self.look_ahead is not None and foreseen is not None and self._complete:
+            self.look_ahead.foresee(foreseen.index, foreseen.foresee(blocks, stream))
 
     def _requested(self) -> None:
         """A layer has asked for its experts."""

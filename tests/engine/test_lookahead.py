@@ -79,10 +79,10 @@ def test_hints_come_before_the_layer_and_are_taken_back_when_it_has_asked() -> N
         session.step(1)
         first = len(experts.events)
         session.step(2)
-    # The first layer is dense: the layer after it is foreseen twice, and better the second time.
+    # The first layer is dense: before each of its halves the layer after it is foreseen, better every time.
     orders = [(what, layer) for what, layer, _ in experts.events[first:]]
-    assert orders[:5] == [("hint", 1), ("hint", 1), ("cancel", 1), ("lease", 1), ("cancel", 1)]
-    assert orders[5:] == [(what, layer) for layer in (2, 3, 4) for what in ("hint", "lease", "cancel")]
+    assert orders[:7] == [("hint", 1), *[("hint", 1), ("cancel", 1)] * 2, ("lease", 1), ("cancel", 1)]
+    assert orders[7:] == [(what, layer) for layer in (2, 3, 4) for what in ("hint", "lease", "cancel")]
     assert all(len(ids) <= 4 for what, _, ids in experts.events if what == "hint")
 
 
