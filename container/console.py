@@ -200,12 +200,12 @@ class Progress:
         self._item = ""
         self._start = self._last = time.monotonic()
         self._bar = None
-        if not as_json and not quiet:
+        if not as_json and not quiet and sys.stderr.isatty():
             from tqdm import tqdm  # takes longer to import than the rest of a command's --help
 
             self._bar = tqdm(
                 total=total_bytes, desc=what, unit="B", unit_scale=True, dynamic_ncols=True,
-                file=sys.stderr, disable=None, leave=False,
+                file=sys.stderr, leave=False,
             )  # fmt: skip
 
     def item(self, name: str) -> None:
