@@ -9,7 +9,9 @@ its own, the scripts that measure one thing and that can be run alone:
 
   kernels     bench/kernels.py     products at K3's shapes with weights cold in memory, of the memory's rate
   decode      bench/decode.py      a token with all experts in memory: bytes per second, of the memory's rate
+  streaming   bench/streaming.py   a token with no expert in memory, of the greater of drive time and cached time
   prefill     bench/prefill.py     a prompt as a chunk against token by token: speed-up and bytes read
+  cold        bench/cold_start.py  from exec to the first token, of 1.15 x the time of plain reads + 0.5 s
   breakdown   bench/breakdown.py   where the time of a step goes; with --docs, the picture and the page's table too
 
 Every ratio is taken within a round, so that a machine that is shared does not decide it; medians are shown, and
@@ -175,6 +177,15 @@ def decode(options: Options) -> Iterator[Figure]:
     yield Figure("decode", "GB touched per token", medians["gb_per_token"])
 
 
+def streaming(options: Options) -> Iterator[Figure]:
+    """Decoding from the drive, against max(bytes / raw rate, cached decode time)."""
+    medians = _run("streaming.py", *_common(options))["medians"]
+    yield Figure("streaming", "no look-ahead: seconds per token, of the limit", medians["off_of_limit"], 1.1, True)
+    yield Figure("streaming", "look-ahead: seconds per token, of the limit", medians["on_of_limit"])
+    yield Figure("streaming", "look-ahead that knows: seconds per token, of the limit", medians["oracle_of_limit"])
+    yield Figure("streaming", "leases without a model, of plain reads", medians["source_of_drive"])
+
+
 def prefill(options: Options) -> Iterator[Figure]:
     """A chunk against its tokens."""
     rounds = str(max(1, options.rounds // 2))
@@ -184,6 +195,21 @@ def prefill(options: Options) -> Iterator[Figure]:
     streaming = medians["streaming"]
     yield Figure("prefill", "streaming: GB read per token, one by one", streaming["one_gb_per_token"])
     yield Figure("prefill", "streaming: GB read per token, as a chunk", streaming["chunk_gb_per_token"])
+
+
+def cold(options: Options) -> Iterator[Figure]:
+    """Start to first token, on memory that the machine owns and on memory that its host has taken back."""
+    found = _run("cold_start.py", *_common(options))
+    for kind, one in found["kinds"].items():
+        medians = one["median"]
+        goal = 1.0 if kind == "owned" else None
+        yield Figure(
+            "cold", f"{kind} memory: first token, of the limit", medians["first_token_over_limit"], goal, True
+        )
+        yield Figure("cold", f"{kind} memory: peak RSS, of the limit", medians["peak_rss_over_limit"], 1.0, True)
+    for command, seconds in found["help_s"].items():
+        goal = 0.3 if command == "k3-run" else None
+        yield Figure("cold", f"{command} --help, seconds", seconds, goal, True)
 
 
 def breakdown(options: Options) -> Iterator[Figure]:
@@ -197,7 +223,9 @@ def breakdown(options: Options) -> Iterator[Figure]:
 PARTS: dict[str, Callable[[Options], Iterator[Figure]]] = {
     "kernels": kernels,
     "decode": decode,
+    "streaming": streaming,
     "prefill": prefill,
+    "cold": cold,
     "breakdown": breakdown,
 }
 
