@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -156,16 +157,16 @@ def table(figures: list[Figure]) -> str:
 
 
 def kernels(options: Options) -> Iterator[Figure]:
-    """Single products; `sizes` holds bytes of weights and products of a call, `rounds` seconds and ceilings."""
-    result = _run("kernels.py", "--rounds", str(options.rounds), *(["--only", "int8"] if options.tiny else []))
-    for name, (nbytes, products) in result["sizes"].items():
-        rounds = result["rounds"]
+    """Single products; each round has a call's seconds and, beside it, the ceilings in G per second."""
+    result = _run("kernels.py", "--rounds", str(options.rounds))
+    for name, size in result["sizes"].items():
+        rounds = [one[name] for one in result["rounds"]]
         if name.endswith("S=1"):
-            shares = [nbytes / one[name] / 1e9 / one["memory"] for one in rounds]
-            yield Figure("kernels", f"{name}: of memory", _median(shares), KERNEL_GOALS.get(name))
-        if name.endswith(PEAK_REPORTED) and products:
-            shares = [products / one[name] / 1e9 / one["peak"] for one in rounds]
-            yield Figure("kernels", f"{name}: of the int8 peak", _median(shares))
+            shares = [size["bytes"] / one["seconds"] / 1e9 / one["memory"] for one in rounds]
+            yield Figure("kernels", f"{name}: of memory", statistics.median(shares), KERNEL_GOALS.get(name))
+        if name.endswith(PEAK_REPORTED) and size["products"]:
+            shares = [size["products"] / one["seconds"] / 1e9 / one["peak"] for one in rounds]
+            yield Figure("kernels", f"{name}: of the int8 peak", statistics.median(shares))
 
 
 def decode(options: Options) -> Iterator[Figure]:
@@ -244,12 +245,6 @@ def _run(script: str, *arguments: str) -> dict[str, Any]:
         raise SystemExit(f"{script} failed with {process.returncode}")
     result: dict[str, Any] = json.loads(lines[-1]) if lines[-1].startswith("{") else {}
     return result
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 if __name__ == "__main__":

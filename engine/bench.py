@@ -35,7 +35,6 @@ from k3.engine.plan import dense_bytes
 from k3.engine.run import read_warnings
 from k3.engine.session import Session
 from k3.engine.settings import ModelSettings, SettingsError
-from k3.engine.state import MlaState, State
 from k3.engine.trace import Tracer
 from k3.engine.traffic import Traffic, chunks, parameter_count
 from k3.store.daemon_model import DaemonModel
@@ -244,7 +243,6 @@ def _machine(found: FoundModel, model: Model, settings: ModelSettings, moe_layer
     expert_bytes = sum(
         source.expert_count(layer) * source.expert_layout(layer).payload_bytes for layer in moe_layers
     )
-    state = next((s for s in State(config, 1).layers.values() if isinstance(s, MlaState)), None)
     return Machine(
         version=f"k3-store {version('k3-store')}",
         cpu=_cpu_name(),
@@ -254,9 +252,7 @@ def _machine(found: FoundModel, model: Model, settings: ModelSettings, moe_layer
         model_type=_model_type(found, len(config.layers), config.layer_count),
         model_bytes=model.resident_bytes + expert_bytes,
         parameters=parameter_count(config),
-        cache_type=""
-        if state is None
-        else {"float32": "f32", "float16": "f16"}.get(str(state.latent.dtype), "bf16"),
+        cache_type=config.mla.cache,
         exact=settings.exact,
         direct=settings.direct,
     )

@@ -110,6 +110,13 @@ def test_depth_is_taken_in_but_not_measured(passes: list[list[int]]) -> None:
     assert row["moved_bytes_per_token"] > bare["moved_bytes_per_token"]  # of the latent cache
 
 
+@pytest.mark.usefixtures("_quick")
+def test_the_latent_caches_type_is_the_cache_type() -> None:
+    (row,) = measured("--snapshot", TINY, "-p", "2", "-n", "0", "-r", "1", "--latent-dtype", "bf16")
+    assert (row["type_k"], row["type_v"]) == ("bf16", "bf16")
+    assert measured("--snapshot", TINY, "-p", "2", "-n", "0", "-r", "1")[0]["type_k"] == "f32"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
