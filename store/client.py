@@ -220,11 +220,13 @@ class DaemonSource:
         if isinstance(item, Exception):
             raise item
         session, (expert, slot, generation, offset, payload_bytes) = item
-        payload = session.link.arena[offset : offset + payload_bytes]
-        on_release: Callable[[], None] = partial(self._dispatch.release, request, session, slot, generation)
+        payload = session.views.get((offset, payload_bytes))
+        if payload is None:
+            payload = session.view(offset, payload_bytes)
         if self._debug:
-            payload, on_release = poisoned_on_release(payload, on_release)
-        return Lease(request.layer, expert, payload, on_release)
+            on_release: Callable[[], None] = partial(self._dispatch.release, request, session, slot, generation)
+            return Lease(request.layer, expert, *poisoned_on_release(payload, on_release))
+        return Lease(request.layer, expert, payload, self._dispatch.release, request, session, slot, generation)
 
     def _next_item(self, request: Request, began_ns: int) -> tuple[Session, Granted] | Exception | None:
         """The next expert or error of a request; None when the daemon has nothing (more) for it."""

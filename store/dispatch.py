@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from pathlib import Path
 
 from k3.container.keys import ExpertKey
@@ -222,20 +223,16 @@ class Dispatch:
                 self._lose(session, reason)
 
     def drain(self, session: Session) -> bool:
-        """Hand on every completion that is there; whether there was one."""
-        found = False
-        while session is self.daemon.session:
-            granted, others = session.link.ring.take()
-            if not granted and not others:
-                break
-            found = True
-            for tag, source, leases in granted:
-                self._granted(session, tag, source, leases)
-            for completion in others:
-                self._complete(session, completion)
-        if found:
-            self.changed.notify_all()
-        return found
+        """Hand on completions that are there, as many as are taken at once; whether there was one."""
+        granted, others = session.link.ring.take()
+        if not granted and not others:
+            return False
+        for tag, source, leases in granted:
+            self._granted(session, tag, source, leases)
+        for completion in others:
+            self._complete(session, completion)
+        self.changed.notify_all()
+        return True
 
     def _complete(self, session: Session, completion: Completion) -> None:
         """One answer of the daemon that grants no lease."""
@@ -275,11 +272,11 @@ class Dispatch:
 
     def _granted(self, session: Session, tag: int, source: int, leases: list[Granted]) -> None:
         """Leases of one request: to it, or back if nobody wants them any more."""
-        experts = [lease[0] for lease in leases]
+        experts = {lease[0] for lease in leases}
         request = self._requests.get(tag)
-        if request is None or not request.awaited.issuperset(experts):
-            raise AssertionError(f"the daemon granted what nobody asked for: {experts} for tag {tag}")
-        request.awaited.difference_update(experts)
+        if request is None or len(experts) != len(leases) or not experts <= request.awaited:
+            raise AssertionError(f"the daemon granted what nobody asked for: {sorted(experts)} for tag {tag}")
+        request.awaited -= experts
         if request.closed:
             for _, slot, generation, _, _ in leases:
                 session.release(slot, generation)
@@ -289,7 +286,7 @@ class Dispatch:
                 self._forget(request)
             return
         request.busy_since_ns = None
-        request.ready.extend([(session, lease) for lease in leases])
+        request.ready.extend(zip(repeat(session), leases))
         count = self.counts
         if source == Source.ARENA:
             count["hits"] += len(leases)

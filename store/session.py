@@ -19,7 +19,7 @@ from k3.container.errors import DaemonError, DamageError, DriveError, ExpertErro
 from k3.store.link import Link
 from k3.store.native import Completion
 from k3.store.ring_layout import Op, Status
-from k3.store.source import BudgetError
+from k3.store.source import BudgetError, Payload
 
 RELEASES_TOGETHER = 16
 FULL_RING_S = 0.002
@@ -34,6 +34,8 @@ class Session:
         self.link = link
         self.quota = self.free = link.welcome.quota
         self._files = files
+        self.views: dict[tuple[int, int], Payload] = {}
+        """Views of the arena, by beginning and length: slots are few, and leased again and again."""
         self._slots: list[int] = []
         self._generations: list[int] = []
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -44,6 +46,10 @@ class Session:
     def lease(self, tag: int, layer: int, experts: Sequence[int]) -> int:
         """Ask for experts; for how many of them, the first ones, there was room."""
         return self.link.ring.submit(tag, Op.LEASE, layer, experts) if self.flush() else 0
+
+    def view(self, offset: int, payload_bytes: int) -> Payload:
+        """A view of the arena, the same one each time. Needs no lock."""
+        return self.views.setdefault((offset, payload_bytes), self.link.arena[offset : offset + payload_bytes])
 
     def release(self, slot: int, generation: int) -> None:
         """Give a lease back; the daemon is told once there are several, or by `flush`."""
@@ -78,6 +84,7 @@ class Session:
     def close(self) -> None:
         """End the connection. Payloads stay readable."""
         self.link.close()
+        self.views.clear()
         self._ears.close()
         os.close(self._bell)
 

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -84,16 +84,20 @@ class Lease:
     Not to be made by callers; sources make them. `release` is thread-safe.
     """
 
-    __slots__ = ("_lock", "_on_release", "_payload", "expert", "layer")
+    __slots__ = ("_given", "_on_release", "_payload", "expert", "layer")
+
+    _lock = threading.Lock()
+    """Of all leases together: held for a few instructions, and a lease is made and released in a microsecond."""
 
     def __init__(
-        self, layer: int, expert: int, payload: Payload, on_release: Callable[[], None] | None = None
+        self, layer: int, expert: int, payload: Payload, on_release: Callable[..., None] | None = None, *given: Any
     ) -> None:
+        """`on_release` is called with what is `given`."""
         self.layer = layer
         self.expert = expert
         self._payload: Payload | None = payload
         self._on_release = on_release
-        self._lock = threading.Lock()
+        self._given = given
 
     @property
     def payload(self) -> Payload:
@@ -107,8 +111,9 @@ class Lease:
         """Give the expert back. Every view of its payload is invalid from here on."""
         with self._lock:
             on_release, self._on_release, self._payload = self._on_release, None, None
+            given, self._given = self._given, ()
         if on_release is not None:
-            on_release()
+            on_release(*given)
 
     def __enter__(self) -> Lease:
         return self
