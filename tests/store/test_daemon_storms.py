@@ -230,6 +230,7 @@ def test_clients_come_and_go_under_small_limits(built: Built, tmp_path: Path, io
     told(f"64 descriptors, 64 KiB locked, {io}", 0, counts)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_long", campaign)
 def test_noise_on_the_socket_and_in_rings(built: Built, tmp_path: Path, is_long: bool) -> None:
     """Strangers send and scribble anything at all; a good client beside them always has the right bytes."""
