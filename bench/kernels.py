@@ -4,11 +4,13 @@
 
 Weights are cold: each call takes another copy, and the copies together are larger than any cache. Copies are made
 by NumPy, which asks the kernel for huge pages for arrays of this size; the engine's dense weights have them too.
+As in a step of the engine, one call follows the other: the time is that of half the copies.
 
-Ceilings, measured beside every call with as many threads: memory is the faster of reading with the widest loads
-and comparing with memcmp, over copies of the weights, since not all memory of a virtual machine is equally fast
-and the host has other guests; the peak is the variant's integer product in a loop on registers. A round measures
-every kernel and its ceilings once; the table shows medians, and ratios are taken within a round.
+Ceilings, measured around those calls with as many threads: memory is the faster of reading with the widest loads
+and comparing with memcmp, over the other half of the copies, since not all memory of a virtual machine is equally
+fast and the host has other guests; the peak is the variant's integer product in a loop on registers. A round
+measures every kernel and its ceilings once, the halves in turns; the table shows medians, and ratios are taken
+within a round.
 """
 
 from __future__ import annotations
@@ -84,13 +86,13 @@ def columns(amount: int, rounds: list[dict[str, float]], ceiling: str) -> str:
 
 
 def measured(job: Job, turn: int, pool: ThreadPoolExecutor) -> dict[str, float]:
-    """One call, and what memory and cores deliver right after."""
-    count = len(job.weights)
-    taken = seconds(lambda: job.call(job.weights[turn % count]))
-    first, second = (
-        job.weights[(turn + i) % count].reshape(-1).view(np.uint8) for i in (count // 2, 1 + count // 2)
-    )
-    return {"seconds": taken, "memory": max(read(first), compared(first, second, pool)), "peak": peak()}
+    """A call's seconds, in a row of calls, and what memory and cores deliver just before and after."""
+    half = len(job.weights) // 2
+    halves = job.weights[:half], job.weights[half : 2 * half]
+    own, others = halves[turn % 2], [copy.reshape(-1).view(np.uint8) for copy in halves[(turn + 1) % 2]]
+    reading = read(others)
+    taken = seconds(lambda: [job.call(copy) for copy in own])
+    return {"seconds": taken / half, "memory": max(reading, compared(others, pool)), "peak": peak()}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -100,17 +102,23 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def read(data: npt.NDArray[np.uint8]) -> float:
-    """GB/s of plain reading."""
-    return data.nbytes / seconds(lambda: _kernels.probe_read(data)) / 1e9
+def read(copies: list[npt.NDArray[np.uint8]]) -> float:
+    """GB/s of plain reading, one array after the other."""
+    taken = seconds(lambda: [_kernels.probe_read(data) for data in copies])
+    return sum(data.nbytes for data in copies) / taken / 1e9
 
 
-def compared(left: npt.NDArray[np.uint8], right: npt.NDArray[np.uint8], pool: ThreadPoolExecutor) -> float:
-    """GB/s of memcmp."""
+def compared(copies: list[npt.NDArray[np.uint8]], pool: ThreadPoolExecutor) -> float:
+    """GB/s of memcmp of neighbours."""
     threads = kernels.get_threads()
-    pairs = list(zip(np.array_split(left, threads), np.array_split(right, threads), strict=True))
-    taken = seconds(lambda: list(pool.map(lambda pair: kernels.first_difference(*pair), pairs)))
-    return 2 * left.nbytes / taken / 1e9
+
+    def compare(left: npt.NDArray[np.uint8], right: npt.NDArray[np.uint8]) -> None:
+        pairs = zip(np.array_split(left, threads), np.array_split(right, threads), strict=True)
+        list(pool.map(lambda pair: kernels.first_difference(*pair), pairs))
+
+    pairs = list(zip(copies[::2], copies[1::2], strict=False))
+    taken = seconds(lambda: [compare(*pair) for pair in pairs])
+    return sum(2 * left.nbytes for left, _ in pairs) / taken / 1e9
 
 
 def peak() -> float:
