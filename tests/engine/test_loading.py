@@ -152,22 +152,22 @@ def test_early_layers_compute_and_a_damaged_late_one_stops_the_pass(home: Path, 
 
 def test_ctrl_c_while_loading(home: Path) -> None:
     stalled = (
-        "import sys, time, k3.container.direct as direct; from k3.engine.cli import main\n"
+        "import sys, k3.container.direct as direct; from k3.engine.cli import main\n"
         "read = direct.ReadFile.read\n"
         "def slow(self, offset, *rest):\n"
         "    if self.path.name.startswith('dense'):\n"
-        "        sys.stderr.write('reading\\n'); sys.stderr.flush(); time.sleep(0.2)\n"
+        "        sys.stderr.write('reading\\n'); sys.stderr.flush(); sys.stdin.read()\n"
         "    return read(self, offset, *rest)\n"
         "direct.ReadFile.read = slow\n"
         "main(prog_name='k3-run')"
     )
     command = [sys.executable, "-c", stalled, "--container", str(home), "--ids", "1", "--ngen", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stderr is not None
         assert "reading" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        printed, said = process.communicate(timeout=20)
+        printed, said = process.communicate(timeout=20)  # which ends the read that hangs
     assert (process.returncode, printed) == (130, "")
     assert "interrupted" in said
     assert "Traceback" not in said
