@@ -164,6 +164,8 @@ def kernels(options: Options) -> Iterator[Figure]:
         if name.endswith("S=1"):
             shares = [size["bytes"] / one["seconds"] / 1e9 / one["memory"] for one in rounds]
             yield Figure("kernels", f"{name}: of memory", statistics.median(shares), KERNEL_GOALS.get(name))
+            rate = statistics.median(one["memory"] for one in rounds)
+            yield Figure("kernels", f"{name}: memory beside it, GB/s", rate)
         if name.endswith(PEAK_REPORTED) and size["products"]:
             shares = [size["products"] / one["seconds"] / 1e9 / one["peak"] for one in rounds]
             yield Figure("kernels", f"{name}: of the int8 peak", statistics.median(shares))
@@ -174,6 +176,7 @@ def decode(options: Options) -> Iterator[Figure]:
     past = ["--past", "16"] if options.tiny else []
     medians = _run("decode.py", *_common(options), *past)["decode"]["medians"]
     yield Figure("decode", "experts in memory: of the memory's rate", medians["ratio"], 0.75)
+    yield Figure("decode", "memory beside it, GB/s", medians["memory_gb_per_s"])
     yield Figure("decode", "experts in memory: tokens per second", medians["tokens_per_s"])
     yield Figure("decode", "GB touched per token", medians["gb_per_token"])
 
@@ -182,9 +185,10 @@ def streaming(options: Options) -> Iterator[Figure]:
     """Decoding from the drive, against max(bytes / raw rate, cached decode time)."""
     medians = _run("streaming.py", *_common(options))["medians"]
     yield Figure("streaming", "no look-ahead: seconds per token, of the limit", medians["off_of_limit"], 1.1, True)
-    yield Figure("streaming", "look-ahead: seconds per token, of the limit", medians["on_of_limit"])
+    yield Figure("streaming", "look-ahead: seconds per token, of the limit", medians["on_of_limit"], 1.1, True)
     yield Figure("streaming", "look-ahead that knows: seconds per token, of the limit", medians["oracle_of_limit"])
     yield Figure("streaming", "leases without a model, of plain reads", medians["source_of_drive"])
+    yield Figure("streaming", "plain reads, GB/s", medians["drive_rate"] / 1e9)
 
 
 def prefill(options: Options) -> Iterator[Figure]:
