@@ -20,12 +20,13 @@ import numpy.typing as npt
 
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, CatalogTensor
-from k3.container.direct import ReadFile, aligned_buffer, drive_error, span_bytes
+from k3.container.direct import ReadFile, drive_error, span_bytes
 from k3.container.errors import ContainerError, DamageError, IncompleteError, NotAContainerError, VersionError
 from k3.container.hf_cache import possible_snapshots
 from k3.container.keys import Encoding, ExpertLayout, Extent
 from k3.container.layout import JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
+from k3.container.pages import huge_buffer
 from k3.container.source import EncodedTensor
 
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
@@ -159,7 +160,7 @@ class Container:
 
     def _read(self, item: CatalogExtent, name: str) -> npt.NDArray[np.uint8]:
         path = self.extent(item).path
-        buffer = aligned_buffer(span_bytes(item.offset, item.stored_bytes))
+        buffer = huge_buffer(span_bytes(item.offset, item.stored_bytes))
         with ReadFile(path) as file:
             stored: npt.NDArray[np.uint8] = file.read(item.offset, item.stored_bytes, buffer)
         if checksum.digest(stored) != item.digest:

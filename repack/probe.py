@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from k3.container.direct import ReadFile, WriteFile, aligned_buffer
+from k3.container.direct import ReadFile, WriteFile
+from k3.container.pages import huge_buffer, populate
 
 PROBE_BYTES = 128 << 20
 REQUEST_BYTES = 4 << 20
@@ -25,7 +26,9 @@ def read_rate(path: Path, *, limit_bytes: int = PROBE_BYTES) -> float | None:
             return None
         if not file.direct:
             file.drop_cache()
-        buffers = [aligned_buffer(REQUEST_BYTES) for _ in range(DEPTH)]
+        buffers = [huge_buffer(REQUEST_BYTES) for _ in range(DEPTH)]
+        for buffer in buffers:
+            populate(buffer)
 
         def lane(number: int) -> None:
             for index in range(number, count, DEPTH):
@@ -40,7 +43,7 @@ def read_rate(path: Path, *, limit_bytes: int = PROBE_BYTES) -> float | None:
 def drive_rate(directory: Path) -> float:
     """Bytes per second of reading back a scratch file written in `directory`; the file is removed."""
     path = directory / PROBE_NAME
-    data = aligned_buffer(REQUEST_BYTES)
+    data = huge_buffer(REQUEST_BYTES)
     data[:] = 0xA5
     try:
         with WriteFile(path, PROBE_BYTES) as file:

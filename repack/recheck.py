@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3.container import checksum
-from k3.container.direct import ReadFile, aligned_buffer
+from k3.container.direct import ReadFile
 from k3.container.errors import DriveError
 from k3.container.keys import ExpertKey
 from k3.container.layout import PARTIAL_SUFFIX
+from k3.repack.buffers import BufferPool
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan, Span
 
@@ -51,12 +52,13 @@ def recheck(
     bad_tensors: list[int] = []
     good = checked_bytes = 0
     pool = ThreadPoolExecutor(READERS, "recheck")
+    buffers = BufferPool(READERS, CHUNK_BYTES)
     try:
 
         def check(unit: tuple[ExpertKey | int, tuple[Span, ...], tuple[bytes, ...]]) -> bool:
             _, spans, digests = unit
             return all(
-                _span_digest(_written_path(plan, directories, span.file), span, direct) == digest
+                _span_digest(_written_path(plan, directories, span.file), span, buffers, direct) == digest
                 for span, digest in zip(spans, digests, strict=True)
             )
 
@@ -94,14 +96,16 @@ def _written_path(plan: Plan, directories: Mapping[int, Path], number: int) -> P
     return partial if partial.exists() else final
 
 
-def _span_digest(path: Path, span: Span, direct: bool) -> bytes | None:
+def _span_digest(path: Path, span: Span, buffers: BufferPool, direct: bool) -> bytes | None:
     hasher = checksum.Hasher()
+    buffer = buffers.take()
     try:
         with ReadFile(path, direct=direct) as file:
-            buffer = aligned_buffer(min(span.stored_bytes, CHUNK_BYTES))
             for start in range(0, span.stored_bytes, CHUNK_BYTES):
                 length = min(CHUNK_BYTES, span.stored_bytes - start)
                 hasher.update(file.read(span.offset + start, length, buffer).data)
     except DriveError:
         return None
+    finally:
+        buffers.give(buffer)
     return hasher.digest()

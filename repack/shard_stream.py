@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from k3.container.direct import Bytes, ReadFile, aligned_buffer
+from k3.container.direct import Bytes, ReadFile
+from k3.container.pages import huge_buffer
 from k3.repack.throttle import Throttle
 
 BLOCK_BYTES = 8 << 20
@@ -27,7 +28,7 @@ class ShardStreamer:
         self.direct = direct
         self.fell_back: set[Path] = set()  # files whose file system does not take O_DIRECT
         self._throttle = throttle or Throttle(None)
-        self._buffers = [aligned_buffer(BLOCK_BYTES) for _ in range(BLOCKS)]
+        self._buffers = [huge_buffer(BLOCK_BYTES) for _ in range(BLOCKS)]
         self._readers = ThreadPoolExecutor(READERS, "shard-read")
         self._hasher = ThreadPoolExecutor(1, "shard-hash")
 

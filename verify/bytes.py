@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3.container import checksum
-from k3.container.direct import Bytes, ReadFile, aligned_buffer
+from k3.container.direct import Bytes, ReadFile
 from k3.container.errors import DriveError
 from k3.container.keys import PAGE_BYTES
+from k3.container.pages import huge_buffer
 from k3.verify.files import RESTORE
 from k3.verify.finding import Finding, Kind, finding_of
 from k3.verify.structure import Structure
@@ -118,7 +119,7 @@ class _Check:
 
     def _work(self, work: Iterator[list[Target]]) -> None:
         """One thread of one root: take the next run, until there is none. Keeps one file open."""
-        buffer = aligned_buffer(CHUNK_BYTES + 2 * PAGE_BYTES)
+        buffer = huge_buffer(CHUNK_BYTES + 2 * PAGE_BYTES)
         file: ReadFile | None = None
         number = -1
         try:
