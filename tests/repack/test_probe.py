@@ -16,6 +16,7 @@ from k3.container.errors import DriveError, SpaceError
 from k3.repack import probe
 from k3.repack.buffers import BufferPool
 from k3.repack.probe import drive_rate, read_rate, shares_from_rates
+from k3.repack.shard_stream import BLOCKS, ShardStreamer
 from k3.repack.throttle import Throttle
 
 rates_lists = st.lists(st.floats(1e5, 1e11), min_size=1, max_size=8)
@@ -92,3 +93,27 @@ def test_buffers_go_round_and_are_made_once(count: int, nbytes: int) -> None:
     assert all(len(buffer) >= nbytes and buffer.ctypes.data % os.sysconf("SC_PAGE_SIZE") == 0 for buffer in taken)
     pool.give(taken[0])
     assert np.shares_memory(pool.take(), taken[0])
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_large_buffers_ask_for_huge_pages() -> None:
+    pool = BufferPool(2, 3 << 20)
+    with ShardStreamer() as streamer:
+        buffers = [pool.take(), pool.take(), *streamer._buffers]
+        assert len(buffers) == 2 + BLOCKS
+        assert all(asks_for_huge_pages(buffer.ctypes.data) for buffer in buffers)
+    small = BufferPool(1, 1 << 20).take()
+    assert not asks_for_huge_pages(small.ctypes.data)
+
+
+def asks_for_huge_pages(address: int) -> bool:
+    """Whether the mapping around an address carries the kernel's `hg` flag."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if not first.endswith(":"):
+            start, _, end = first.partition("-")
+            inside = int(start, 16) <= address < int(end, 16)
+        elif inside and first == "VmFlags:":
+            return "hg" in line.split()
+    raise AssertionError("no such mapping")
