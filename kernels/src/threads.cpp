@@ -153,11 +153,13 @@ private:
     }
 
     // Helpers do not run on the caller's CPU. Left alone, the scheduler may wake one just there and leave it
-    // there for the length of a call, which then takes as long as with one thread.
+    // there for the length of a call, which then takes as long as with one thread. Where the caller may not
+    // run, its helpers may not either: taskset may have moved the process since it began.
     void keep_off(int cpu) {
         if (cpu == kept_off_) return;
         kept_off_ = cpu;
-        for (const pthread_t helper : started_) all_.give_to(helper, cpu);
+        const CpuMask callers;
+        for (const pthread_t helper : started_) callers.give_to(helper, cpu);
     }
 
     void start(int helpers) {
@@ -201,7 +203,6 @@ private:
     std::mutex mutex_;  // for sleeping only
     std::condition_variable wake_, idle_;
     std::atomic<int> wanted_{cpus_};
-    const CpuMask all_;               // this process's at first use
     std::vector<pthread_t> started_;  // they never end
     int kept_off_ = -1;
     std::atomic<int> helpers_{0}, inside_{0}, sleepers_{0};

@@ -43,6 +43,26 @@ def test_the_default_respects_affinity() -> None:
     assert 1 <= kernels.usable_cpus() <= len(os.sched_getaffinity(0))
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_helpers_stay_where_somebody_else_puts_them(threads) -> None:
+    """As `taskset -a -p` does with a running process."""
+    before = os.sched_getaffinity(0)
+    one, other = sorted(before)[:2]
+    threads(2)
+    wanted = work(1)
+    everyone = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    try:
+        os.sched_setaffinity(0, {other})
+        assert work(1) == wanted
+        for task in everyone:
+            os.sched_setaffinity(task, {one})
+        assert work(1) == wanted  # the caller has moved, and helpers would make room
+        assert {task: os.sched_getaffinity(task) for task in everyone} == {task: {one} for task in everyone}
+    finally:
+        for task in everyone:
+            os.sched_setaffinity(task, before)
+
+
 def test_many_callers_at_once(threads) -> None:
     threads(3)
     want = [work(seed) for seed in range(4)]
