@@ -57,5 +57,7 @@ class RequestStream(Generic[R]):
         self.close()
 
     def __del__(self) -> None:
-        # May run anywhere, also inside the source's lock: only leave a note.
-        self._source.abandoned.append(self._request)
+        # May run anywhere, also inside the source's lock: only leave a note. Ctrl-C may have come before there
+        # was anything to note.
+        if hasattr(self, "_request"):
+            self._source.abandoned.append(self._request)
