@@ -65,7 +65,8 @@ class DenseLoad:
         """Begin to read `names`, in this order. Tells `on_read` of each tensor that was checked, and `on_end` of
         the end, also when it is an early one; both from a thread of the load, before the tensor can be taken.
 
-        UnsupportedError for a tensor that does not lie on whole pages; MemoryError.
+        UnsupportedError for a tensor that does not lie on whole pages; MemoryError, RuntimeError where the system
+        gives no memory or no threads.
         """
         self._container = container
         self._entries = {name: container.tensor(name) for name in names}
@@ -89,10 +90,15 @@ class DenseLoad:
         self.retries = 0
         self.began_s = time.monotonic()
         self.ended_s: float | None = None
-        bodies = [self._populate_ahead, self._check_all, *[self._lane] * LANES]
-        self._threads = [threading.Thread(target=body, name="k3-dense", daemon=True) for body in bodies]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for body in (self._populate_ahead, self._check_all, *[self._lane] * LANES):
+                thread = threading.Thread(target=body, name="k3-dense", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # no more threads to be had, or Ctrl-C
+            self.close()
+            raise
 
     @property
     def nbytes(self) -> int:

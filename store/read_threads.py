@@ -40,8 +40,8 @@ class ReadThreads(Generic[J]):
         if not self._threads and not self._stopped:
             for number in range(self._count):
                 thread = threading.Thread(target=self._serve, name=f"k3-store_{number}", daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
         self._jobs.notify(min(jobs, self._count))
 
     def stop(self) -> None:

@@ -144,6 +144,25 @@ def test_memory_that_is_refused_is_an_error(container: Container, monkeypatch: p
         load.take(NAMES[0])
 
 
+@pytest.mark.parametrize("started", range(6))
+def test_threads_that_are_refused_are_an_error(
+    container: Container, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    before, start = threading.active_count(), threading.Thread.start
+    left = [started]
+
+    def refusing(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    with pytest.raises(RuntimeError, match="new thread"):
+        DenseLoad(container, NAMES)
+    assert threading.active_count() == before
+
+
 def test_what_the_listener_raises_is_raised(container: Container) -> None:
     def closed(name: str) -> None:
         raise BrokenPipeError
