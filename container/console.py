@@ -8,6 +8,7 @@ and ETA through tqdm, or as JSON lines on stdout. Used from a command's main thr
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -16,14 +17,14 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error, SpaceError
+from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error, SpaceError, UnsupportedError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -85,6 +86,34 @@ def exit_code_help(codes: Iterable[ExitCode]) -> str:
     """The paragraph for --help that lists what each exit status means."""
     lines = [f"  {int(code):<4}{EXIT_CODE_HELP[code]}" for code in codes]
     return "\b\nExit codes:\n" + "\n".join(lines)
+
+
+class Command(click.Command):
+    """A command that Ctrl-C ends with 130 also before `run` has begun: while a prompt is read from stdin, say.
+
+    click by itself would exit with 1, which means damage here.
+    """
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """See click.Command."""
+        with _ctrl_c():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """See click.Command."""
+        with _ctrl_c():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
 
 
 def version_option(command: _Command) -> _Command:
@@ -173,9 +202,24 @@ def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | 
         refused = _refusal(error)
         report_error(refused, as_json=as_json)
         return int(refused.exit_code)
-    except Exception:  # a fault of ours: shown whole, and not with the exit status of damaged bytes
-        traceback.print_exc()
+    except Exception as error:
+        refused_more = _refused_more(error)
+        if refused_more is not None:
+            report_error(refused_more, as_json=as_json)
+            return int(refused_more.exit_code)
+        traceback.print_exc()  # a fault of ours: shown whole, and not with the exit status of damaged bytes
         return int(ExitCode.INTERNAL)
+
+
+def _refused_more(error: Exception) -> UnsupportedError | None:
+    """What to say when the system has run out of memory or of threads; None for any other error."""
+    if isinstance(error, MemoryError):
+        advice = "Raise the limit (ulimit -v, the cgroup's), or let the command need less"
+        return UnsupportedError("the system gave no more memory", advice=advice)
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":  # Python has no type for it
+        advice = "Raise the limit (ulimit -u and -v, the cgroup's pids.max)"
+        return UnsupportedError("the system gave no more threads", advice=advice)
+    return None
 
 
 def report_error(error: K3Error, *, as_json: bool) -> None:

@@ -20,11 +20,13 @@ DEFAULT_CHUNK = (64,)
 
 _EXIT_CODES = (
     ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.SOURCE, ExitCode.INCOMPLETE,
-    ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE, ExitCode.UNSUPPORTED, ExitCode.INTERRUPTED,
+    ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE, ExitCode.UNSUPPORTED, ExitCode.DAEMON,
+    ExitCode.INTERRUPTED,
 )  # fmt: skip
 
 
 @click.command(
+    cls=console.Command,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110},
     epilog=console.exit_code_help(_EXIT_CODES),
 )

@@ -30,7 +30,7 @@ _EXIT_CODES = (
 )  # fmt: skip
 
 
-class _RunOrBench(click.Command):
+class _RunOrBench(console.Command):
     """`k3-run`, whose first word may be `bench`: then everything after it is `k3-run bench`'s."""
 
     def main(

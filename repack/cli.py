@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from k3.container.console import (
+    Command,
     DirectoryList,
     Progress,
     SizeType,
@@ -108,7 +109,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-@click.command(epilog=exit_code_help(_CODES))
+@click.command(cls=Command, epilog=exit_code_help(_CODES))
 @click.argument("snapshot", type=click.Path(path_type=Path))
 @click.argument("container", type=click.Path(path_type=Path))
 @click.option("--source-dirs", type=DirectoryList(), default=(), help="Further directories of a split snapshot.")

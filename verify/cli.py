@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from k3.container.console import DirectoryList, Progress, emit_json, exit_code_help, run, version_option
+from k3.container.console import (
+    Command,
+    DirectoryList,
+    Progress,
+    emit_json,
+    exit_code_help,
+    run,
+    version_option,
+)
 from k3.container.errors import ContainerError, ExitCode
 from k3.verify.against_source import check_against_source, open_source
 from k3.verify.bytes import check_bytes
@@ -36,7 +44,7 @@ class _Selection(click.ParamType[Selection]):
             self.fail(str(error), param, ctx)
 
 
-@click.command(epilog=exit_code_help(_CODES))
+@click.command(cls=Command, epilog=exit_code_help(_CODES))
 @click.argument("container", type=click.Path(path_type=Path))
 @click.option(
     "--dirs",

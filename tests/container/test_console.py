@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3.container import errors
-from k3.container.console import Progress, SizeType, emit_json, exit_code_help, parse_size, run
+from k3.container.console import Command, Progress, SizeType, emit_json, exit_code_help, parse_size, run
 from k3.container.errors import EXIT_CODE_HELP, DamageError, ExitCode, K3Error
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -137,6 +137,35 @@ def test_a_refusal_of_the_system_is_one_line(as_json: bool, capsys: pytest.Captu
     assert err.count("\n") == 1
     assert "/no/such/file" in err
     assert "No such file" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(MemoryError(), "more memory"), (RuntimeError("can't start new thread"), "more threads")]
+)
+def test_what_the_system_does_not_give_is_one_line(
+    error: Exception, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run(body)
+    assert caught.value.code == ExitCode.UNSUPPORTED
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: the system gave no {words}. Raise the limit")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["parsing", "invoking"])
+def test_an_interrupt_before_the_body_is_not_taken_for_damage(where: str) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    option = click.Option(["--x"], callback=interrupted if where == "parsing" else None)
+    command = Command("c", params=[option], callback=lambda x: interrupted())
+    result = CliRunner().invoke(command, ["--x", "1"])
+    assert result.exit_code == ExitCode.INTERRUPTED
+    assert result.output == "\ninterrupted\n"
 
 
 def test_usage_errors_from_inside_stay_usage_errors() -> None:
