@@ -121,8 +121,12 @@ class _RunOrBench(console.Command):
 @click.option(
     "--plan", is_flag=True, help="Load nothing: print what would be held in memory, and what a token would cost."
 )
-@click.option("--drive-gb-per-s", type=Real(0, above=True), help="With --plan: this rate, not a measured one.")
-@click.option("--memory-gb-per-s", type=Real(0, above=True), help="With --plan: this rate, not a measured one.")
+@click.option(
+    "--drive-gb-per-s", type=Real(0, 1e9, above=True), help="With --plan: this rate, not a measured one."
+)
+@click.option(
+    "--memory-gb-per-s", type=Real(0, 1e9, above=True), help="With --plan: this rate, not a measured one."
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout: tokens as they come, then a summary.")
 @console.version_option
 def main(**options: Any) -> None:
@@ -145,9 +149,11 @@ def main(**options: Any) -> None:
 
             print_plan(settings, PlanOptions(*rates))
             return
+        from k3.engine.interrupts import ended_like_ctrl_c
         from k3.engine.run import run
 
-        run(settings)
+        with ended_like_ctrl_c():
+            run(settings)
 
     console.run(body, as_json=settings.as_json, on_interrupt="what was generated so far is all")
 

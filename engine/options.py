@@ -111,7 +111,7 @@ _HOW_TO_RUN = (
     ),
     click.option(
         "--expert-gb",
-        type=Real(0),
+        type=Real(0, 1e9),
         show_envvar=True,
         envvar="K3_EXPERT_GB",
         help="Memory for the expert cache, in GB.  [default: what is left, at most all experts]",

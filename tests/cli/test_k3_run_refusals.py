@@ -39,6 +39,8 @@ def k3_run(*arguments: str, **options: Any) -> Result:
         (["--expert-gb", "-1"], "-1"),
         (["--expert-gb", "nan"], "nan"),
         (["--expert-gb", "inf"], "inf"),
+        (["--expert-gb", "1e300"], "1e300"),
+        (["--plan", "--drive-gb-per-s", "1e300"], "1e300"),
         (["--chunk", "0"], "--chunk"),
         (["--chunk", "-3"], "--chunk"),
         (["--chunk", "2.5"], "2.5"),

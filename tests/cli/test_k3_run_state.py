@@ -19,7 +19,7 @@ from mounts import read_only, small_tmpfs
 from k3.container.errors import DriveError
 from k3.engine import run as run_module
 from k3.engine.cli import main
-from k3.engine.interrupts import HeldInterrupts
+from k3.engine.interrupts import HeldInterrupts, ended_like_ctrl_c
 from k3.engine.model import Model
 from k3.engine.session import Session
 from k3.repack.request import RepackRequest
@@ -276,13 +276,14 @@ def test_an_interrupted_prompt_goes_on_where_it_stopped(state: Path, monkeypatch
     assert (summary(resumed)["resumed_tokens"], summary(resumed)["prompt_tokens"]) == (12, 12)
 
 
-def test_ctrl_c_for_real(state: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_for_real(state: Path, number: signal.Signals) -> None:
     command = [*COMMAND, *TINY, "--ids", "1,2", "--ngen", "200000", "--state", str(state)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         begun = process.stdout.read(20)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         begun += process.stdout.read()
         said = process.stderr.read()
     assert process.returncode == 130
@@ -306,3 +307,24 @@ def test_a_second_interrupt_does_not_wait() -> None:
     assert signal.getsignal(signal.SIGINT) is before
     with HeldInterrupts(False), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_a_run_is_an_interrupt_inside_of_it(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ended_like_ctrl_c():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_ignored(number: signal.Signals) -> None:
+    """`nohup`, and jobs in the background."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with ended_like_ctrl_c(), HeldInterrupts(True) as held:
+            signal.raise_signal(number)
+            held.check()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
