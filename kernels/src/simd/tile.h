@@ -67,6 +67,22 @@ K3_INLINE I16 looked_up(const int8_t* table, const I16& n) {
                                     (__m512i)n);
 }
 K3_INLINE F16 to_floats(const I16& v) { return (F16)_mm512_cvtepi32_ps((__m512i)v); }
+
+// Lane r: the sum of all lanes of v[r].
+K3_INLINE __m512i halves(__m512i a, __m512i b) {  // a's 128-bit quarters 0+2, 1+3, then b's
+    return _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
+}
+K3_INLINE __m512i quarters(const __m512i* v) {  // four words each of rows 0, 4, 8 and 12 from v
+    const __m512i a = halves(v[0], v[4]), b = halves(v[8], v[12]);
+    return _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xdd));
+}
+K3_INLINE __m512i pairs(__m512i a, __m512i b) {
+    return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+}
+K3_INLINE I16 totals(const __m512i* v) {
+    const __m512i a = pairs(quarters(v), quarters(v + 1)), b = pairs(quarters(v + 2), quarters(v + 3));
+    return (I16)_mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
 K3_INLINE I16 larger_of(const I16& a, const I16& b) { return (I16)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 #elif defined(__AVX2__)
 K3_INLINE __m256i rows2(const uint8_t* p, int64_t stride) {  // rows 0 and 4 from p
