@@ -127,9 +127,26 @@ K3_INLINE i32x8 larger_of(const i32x8& a, const i32x8& b) {
 }
 #else
 K3_INLINE void take4(const uint8_t* p, int64_t stride, i32x4* out) {
-    int32_t word[4][4];
-    for (int r = 0; r < 4; ++r) memcpy(word[r], p + r * stride, 16);
-    for (int j = 0; j < 4; ++j) out[j] = i32x4{word[0][j], word[1][j], word[2][j], word[3][j]};
+    i32x4 a, b, c, d;
+    memcpy(&a, p, 16);
+    memcpy(&b, p + stride, 16);
+    memcpy(&c, p + 2 * stride, 16);
+    memcpy(&d, p + 3 * stride, 16);
+#if defined(__SSE2__)
+    const __m128i ab0 = _mm_unpacklo_epi32((__m128i)a, (__m128i)b);
+    const __m128i ab1 = _mm_unpackhi_epi32((__m128i)a, (__m128i)b);
+    const __m128i cd0 = _mm_unpacklo_epi32((__m128i)c, (__m128i)d);
+    const __m128i cd1 = _mm_unpackhi_epi32((__m128i)c, (__m128i)d);
+    out[0] = (i32x4)_mm_unpacklo_epi64(ab0, cd0);
+    out[1] = (i32x4)_mm_unpackhi_epi64(ab0, cd0);
+    out[2] = (i32x4)_mm_unpacklo_epi64(ab1, cd1);
+    out[3] = (i32x4)_mm_unpackhi_epi64(ab1, cd1);
+#else
+    out[0] = i32x4{a[0], b[0], c[0], d[0]};
+    out[1] = i32x4{a[1], b[1], c[1], d[1]};
+    out[2] = i32x4{a[2], b[2], c[2], d[2]};
+    out[3] = i32x4{a[3], b[3], c[3], d[3]};
+#endif
 }
 #if defined(__SSE2__)
 K3_INLINE __m128i even(const i32x4& v) { return _mm_srai_epi16(_mm_slli_epi16((__m128i)v, 8), 8); }
@@ -154,14 +171,15 @@ K3_INLINE i32x4 looked_up(const int8_t* table, const i32x4& n) {
     return (i32x4)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)n);
 }
 #else
-K3_INLINE i32x4 looked_up(const int8_t* table, const i32x4& n) {
-    uint8_t index[16];
-    int8_t value[16];
-    memcpy(index, &n, 16);
-    for (int i = 0; i < 16; ++i) value[i] = table[index[i]];
-    i32x4 out;
-    memcpy(&out, value, 16);
-    return out;
+// Without an instruction that looks up bytes: computed, 16 bytes at a time. `table` is known to the compiler.
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+K3_INLINE i32x4 looked_up(const int8_t* table, const i32x4& nibbles) {
+    const i8x16 n = (i8x16)nibbles;
+    if (table == kInt4Table) return (i32x4)(n - 8);
+    // Doubled E2M1: 0 1 2 3 4 6 8 12, then the same negative.
+    const i8x16 m = n & 7, over4 = (i8x16)(m > 4) & (m - 4), over6 = (i8x16)(m > 6) & 2;
+    const i8x16 minus = (i8x16)(n > 7);
+    return (i32x4)(((m + over4 + over6) ^ minus) - minus);
 }
 #endif
 K3_INLINE f32x4 to_floats(const i32x4& v) { return __builtin_convertvector(v, f32x4); }
@@ -174,6 +192,7 @@ K3_INLINE void take4(const uint8_t* p, int64_t stride, Pair<V>* out) {
     V lo[4], hi[4];
     take4(p, stride, lo);
     take4(p + stride * (int64_t)(sizeof(V) / 4), stride, hi);
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) out[j] = {lo[j], hi[j]};
 }
 template <class V>
