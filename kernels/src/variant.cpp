@@ -20,11 +20,15 @@ namespace k3 {
 K3_DECLARE(baseline)
 #ifdef K3_HAVE_avx2
 K3_DECLARE(avx2)
-K3_DECLARE(avx512)
-K3_DECLARE(avx512vnni)
 #endif
 #ifdef K3_HAVE_avxvnni
 K3_DECLARE(avxvnni)
+#endif
+#ifdef K3_HAVE_avx512
+K3_DECLARE(avx512)
+#endif
+#ifdef K3_HAVE_avx512vnni
+K3_DECLARE(avx512vnni)
 #endif
 #ifdef K3_HAVE_neondot
 K3_DECLARE(neondot)
@@ -52,8 +56,12 @@ Found find() {
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vl");
     if (!avx512) return found;
+#ifdef K3_HAVE_avx512
     found.tables[found.count++] = &avx512::table;
+#endif
+#ifdef K3_HAVE_avx512vnni
     if (__builtin_cpu_supports("avx512vnni")) found.tables[found.count++] = &avx512vnni::table;
+#endif
 #endif
 #ifdef K3_HAVE_neondot
     if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0) found.tables[found.count++] = &neondot::table;
