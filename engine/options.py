@@ -93,7 +93,12 @@ _HOW_TO_RUN = (
         help="Run only the first N layers, or layers A-B (from 0). For measuring; the text is nonsense.",
     ),
     click.option(
-        "--exact", is_flag=True, help="Float32 activations everywhere, instead of int8 where weights are."
+        "--idot/--exact",
+        "int8_activations",
+        default=True,
+        show_envvar=True,
+        envvar="K3_IDOT",
+        help="Activations in int8 where weights are integers, or in float32 everywhere.",
     ),
     click.option(
         "--mla-eps",
@@ -186,7 +191,7 @@ def model_settings(options: dict[str, Any]) -> ModelSettings:
         layers=options["layers"],
         mla_eps=float(options["mla_eps"]),
         latent_type=options["latent_type"],
-        exact=options["exact"],
+        exact=not options["int8_activations"],
         keep_share=options["keep_share"],
         expert_bytes=None if expert_gb is None else int(expert_gb * 1e9),
         prefetch=options["prefetch"],

@@ -237,6 +237,19 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
     assert read_logits(logits).shape == (7, 512)
 
 
+def test_float32_activations_by_option_and_by_environment(tmp_path: Path) -> None:
+    def logits(name: str, *more: str, env: dict[str, str] | None = None) -> bytes:
+        path = tmp_path / name
+        result = k3_run("--snapshot", TINY, "--ids", "1,2,3", "--ngen", "0", "--logits", str(path), *more, env=env)
+        assert result.exit_code == 0, result.output
+        return path.read_bytes()
+
+    exact = logits("exact", "--exact")
+    assert logits("environment", env={"K3_IDOT": "0"}) == exact
+    assert logits("option first", "--exact", env={"K3_IDOT": "1"}) == exact
+    assert logits("default") == logits("idot", "--idot") != exact
+
+
 def test_how_experts_were_read_is_told() -> None:
     stats = SourceStats(retries=3, direct={Path("/a"): True, Path("/b"): False})
     cached, retried = read_warnings(stats, direct=True)
