@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ EXPERTS = 5
 @pytest.fixture
 def built(tmp_path: Path) -> Built:
     return build_container(tmp_path / "home")
-
-
-@pytest.fixture
-def model(built: Built) -> Iterator[Container]:
-    container = Container.open(built.home)
-    yield container
-    container.close()
 
 
 @given(

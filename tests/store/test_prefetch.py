@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,6 @@ EXPERTS = 5
 @pytest.fixture
 def built(tmp_path: Path) -> Built:
     return build_container(tmp_path / "home")
-
-
-@pytest.fixture
-def model(built: Built) -> Iterator[Container]:
-    container = Container.open(built.home)
-    yield container
-    container.close()
 
 
 def take(source: FileSource, built: Built, layer: int, experts: list[int]) -> None:

@@ -1,0 +1,24 @@
+"""Taking experts from a source, and what they must be: for the tests of `FileSource`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from containers import Built
+
+from k3.container.keys import ExpertKey
+
+EXPERTS = 5
+"""Of each layer that `build_container` makes."""
+
+
+def take(source: Any, layer: int, experts: Any) -> dict[int, bytes]:
+    got = {}
+    for lease in source.lease(layer, experts):
+        with lease:
+            got[lease.expert] = lease.payload.tobytes()
+    return got
+
+
+def right(built: Built, layer: int, experts: Any) -> dict[int, bytes]:
+    return {expert: built.payloads[ExpertKey(layer, expert)] for expert in experts}
