@@ -162,6 +162,11 @@ def run(body: Callable[[], int | None], *, as_json: bool = False, on_interrupt: 
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nowhere, stream.fileno())
         code = 141
+    except OSError as error:  # the output was buffered until now; the interpreter must not try once more
+        refused = _refusal(error)
+        report_error(refused, as_json=as_json)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = int(refused.exit_code)
     raise SystemExit(code)
 
 
