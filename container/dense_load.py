@@ -28,6 +28,7 @@ from k3.container import checksum
 from k3.container.dense_plan import PIECE_BYTES, Placed, plan_dense
 from k3.container.direct import Bytes, ReadFile
 from k3.container.errors import DamageError, DriveError, K3Error
+from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.pages import huge_buffer, populate
 from k3.container.reader import Container, encoded_tensor
 from k3.container.source import EncodedTensor
@@ -104,6 +105,10 @@ class DenseLoad:
     def nbytes(self) -> int:
         """Bytes of the region."""
         return self._plan.nbytes
+
+    def huge_pages(self) -> HugePages:
+        """What the region got of the huge pages it asked for, as far as it is filled."""
+        return huge_pages([self._region])
 
     def take(self, name: str) -> EncodedTensor:
         """A tensor, once it has been read and checked; each can be taken once, by any thread.

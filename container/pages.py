@@ -41,9 +41,10 @@ def huge_buffer(nbytes: int) -> Bytes:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if capacity < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.frombuffer(mmap.mmap(-1, capacity, flags=flags), dtype=np.uint8)
-    area = mmap.mmap(-1, capacity + HUGE_PAGE_BYTES, flags=flags)
+    # Untouched pages on both sides keep it a mapping of its own, which `huge_pages` finds by its address.
+    area = mmap.mmap(-1, capacity + HUGE_PAGE_BYTES + PAGE_BYTES, flags=flags)
     whole: Bytes = np.frombuffer(area, dtype=np.uint8)
-    skip = -whole.ctypes.data % HUGE_PAGE_BYTES
+    skip = PAGE_BYTES + -(whole.ctypes.data + PAGE_BYTES) % HUGE_PAGE_BYTES
     buffer = whole[skip : skip + capacity]
     # Refused (EINVAL) by a kernel that was built without huge pages: small ones do as well.
     _libc.madvise(buffer.ctypes.data, capacity, mmap.MADV_HUGEPAGE)

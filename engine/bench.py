@@ -80,7 +80,7 @@ def bench(settings: BenchSettings) -> None:
                 measuring.run(test)
         finally:
             table.end()
-        for warning in read_warnings(experts.stats(), direct=settings.model.direct):
+        for warning in read_warnings(experts, found.loading, direct=settings.model.direct):
             sys.stderr.write(f"warning: {warning}\n")
 
 

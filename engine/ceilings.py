@@ -20,6 +20,7 @@ import numpy as np
 
 from k3 import kernels
 from k3.container.direct import ReadFile, span_bytes
+from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.keys import Extent
 from k3.container.pages import huge_buffer
 from k3.container.source import ModelSource
@@ -36,10 +37,12 @@ SAMPLE_EXPERTS = 512
 
 @dataclass(frozen=True, slots=True)
 class DriveRate:
-    """What plain reads of whole experts reached. `direct`: all of them went past the page cache."""
+    """What plain reads of whole experts reached. `direct`: all of them went past the page cache. `huge_pages` is
+    what the buffers got."""
 
     bytes_per_s: float
     direct: bool
+    huge_pages: HugePages
 
 
 class MemoryMeter:
@@ -112,7 +115,9 @@ def drive_rate(
         if reader.failure is not None:
             raise reader.failure
     return DriveRate(
-        sum(reader.read_bytes for reader in readers) / taken_s, all(reader.direct for reader in readers)
+        sum(reader.read_bytes for reader in readers) / taken_s,
+        all(reader.direct for reader in readers),
+        huge_pages(reader.buffer for reader in readers),
     )
 
 
@@ -123,6 +128,7 @@ class _Reader(threading.Thread):
         super().__init__(daemon=True)
         self._extents = extents
         self._stop_s = stop_s
+        self.buffer = huge_buffer(max(span_bytes(extent.offset, extent.stored_bytes) for extent in extents))
         self.read_bytes = 0
         self.direct = True
         self.failure: Exception | None = None
@@ -130,7 +136,6 @@ class _Reader(threading.Thread):
     def run(self) -> None:
         """See the class."""
         try:
-            buffer = huge_buffer(max(span_bytes(extent.offset, extent.stored_bytes) for extent in self._extents))
             with ExitStack() as stack:
                 files: dict[Path, ReadFile] = {}
                 while True:
@@ -139,7 +144,7 @@ class _Reader(threading.Thread):
                         if file is None:
                             file = files[extent.path] = stack.enter_context(ReadFile(extent.path))
                             self.direct = self.direct and file.direct
-                        file.read(extent.offset, extent.stored_bytes, buffer)
+                        file.read(extent.offset, extent.stored_bytes, self.buffer)
                         self.read_bytes += extent.stored_bytes
                         if time.monotonic() >= self._stop_s:
                             return

@@ -163,6 +163,8 @@ def _drive(found: FoundModel, options: PlanOptions) -> Rate:
         return Rate(None, "there are no experts to read")
     if not measured.direct:
         return Rate(measured.bytes_per_s, "measured through the page cache: O_DIRECT does not work here")
+    if measured.huge_pages.refused:
+        return Rate(measured.bytes_per_s, f"measured; {measured.huge_pages.line()}")
     return Rate(measured.bytes_per_s, "measured, reads of whole experts past the page cache")
 
 

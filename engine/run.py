@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3.container.console import Progress
+from k3.container.dense_load import DenseLoad
 from k3.container.errors import K3Error, UnsupportedError
+from k3.container.huge_pages import HugePages
 from k3.engine.keeping import Keeper, check_continues, open_saved
 from k3.engine.logits_file import LogitsFile
 from k3.engine.notices import Notices
@@ -34,7 +36,7 @@ from k3.engine.tokenizer import Tokenizer
 from k3.engine.trace import FileTracer, Tracer
 from k3.engine.writing import write_error
 from k3.store.route_trace import RouteTraceWriter
-from k3.store.source import ExpertSource, SourceStats
+from k3.store.source import ExpertSource
 
 _CHARACTER_TOKENS = 8
 """More tokens than a character is spread over."""
@@ -100,8 +102,7 @@ def run(settings: RunSettings) -> None:
             keeper.save()
             _finish_report(report, experts)
             output.finish(generated.ids, generated.stop, report, settings.sampler)
-        dense_retries = 0 if found.loading is None else found.loading.retries
-        for warning in read_warnings(experts.stats(), direct=settings.model.direct, dense_retries=dense_retries):
+        for warning in read_warnings(experts, found.loading, direct=settings.model.direct):
             sys.stderr.write(f"warning: {warning}\n")
         if logits is not None:
             logits.publish()
@@ -272,8 +273,9 @@ def _output_failed(error: OSError, generated: int) -> Exception:
     return write_error(f"generation stopped after {generated} tokens: cannot write", error, Path("stdout"))
 
 
-def read_warnings(stats: SourceStats, *, direct: bool, dense_retries: int = 0) -> list[str]:
-    """What a user should know of how weights were read."""
+def read_warnings(experts: ExpertSource, loading: DenseLoad | None, *, direct: bool) -> list[str]:
+    """What a user should know of how weights were read. `loading` is the dense ones' load, if one was made."""
+    stats = experts.stats()
     warnings = [
         f"experts in {directory} were read through the page cache: its file system does not take O_DIRECT"
         for directory, is_direct in stats.direct.items()
@@ -281,8 +283,11 @@ def read_warnings(stats: SourceStats, *, direct: bool, dense_retries: int = 0) -
     ]
     if stats.retries:
         warnings.append(f"{stats.retries} reads of experts failed at first and were right the second time")
-    if dense_retries:
-        warnings.append(f"{dense_retries} reads of dense weights failed at first and were right the second time")
+    if loading is not None and loading.retries:
+        warnings.append(f"{loading.retries} reads of dense weights failed at first and were right the second time")
+    granted = experts.huge_pages() + (HugePages() if loading is None else loading.huge_pages())
+    if granted.refused:
+        warnings.append(granted.line())
     return warnings
 
 

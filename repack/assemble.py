@@ -62,6 +62,11 @@ class Assembler:
         """Give the scratch file up."""
         self._scratch.close()
 
+    @property
+    def buffers(self) -> list[Bytes]:
+        """Those of experts and of quantized rows."""
+        return [*self._experts.made, *self._outputs.made]
+
     def unfinished(self) -> list[ExpertKey]:
         """Experts of which only some bytes have come so far, in order."""
         return sorted({*self._open, *self._in_place, *self._scratch_keys()})

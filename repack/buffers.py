@@ -17,7 +17,8 @@ class BufferPool:
     def __init__(self, count: int, nbytes: int) -> None:
         self.count = count
         self.nbytes = nbytes
-        self._made = 0
+        self.made: list[Bytes] = []
+        """All buffers that there are, whoever has them."""
         self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
 
     def take(self) -> Bytes:
@@ -26,9 +27,9 @@ class BufferPool:
             return self._free.get_nowait()
         except queue.Empty:
             pass
-        if self._made < self.count:
-            self._made += 1
-            return huge_buffer(self.nbytes)
+        if len(self.made) < self.count:
+            self.made.append(huge_buffer(self.nbytes))
+            return self.made[-1]
         return self._free.get()
 
     def give(self, buffer: Bytes) -> None:

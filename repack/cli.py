@@ -214,11 +214,15 @@ def _repack(request: RepackRequest, as_json: bool) -> int:
         result = repack(request, display)
         display.close()
         _print_result(request, result, time.monotonic() - start, as_json)
+        if result.huge_pages.refused:
+            display.note(result.huge_pages.line())
         if not request.verify_full:
             return ExitCode.OK
         start = time.monotonic()
         comparison = verify_full(request, display)
         display.close()
+        if comparison.huge_pages.refused and not result.huge_pages.refused:
+            display.note(comparison.huge_pages.line())
         return _print_verdict(comparison, time.monotonic() - start, as_json)
     finally:
         display.close()
@@ -281,6 +285,7 @@ def _print_verdict(comparison: Comparison, seconds: float, as_json: bool) -> int
             differences=comparison.difference_count,
             first_differences=[{"problem": d.problem, **d.place()} for d in comparison.differences],
             through_page_cache=list(comparison.through_page_cache),
+            huge_pages=asdict(comparison.huge_pages),
         )
     else:
         for difference in comparison.differences:

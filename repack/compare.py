@@ -22,6 +22,7 @@ from k3.container import checksum
 from k3.container.catalog import CatalogExtent
 from k3.container.direct import Bytes, ReadFile, aligned_buffer, span_bytes
 from k3.container.errors import DriveError, K3Error
+from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.keys import ExpertKey
 from k3.container.layout import MANIFEST_NAME, ROOT_NAME
 from k3.container.reader import Container
@@ -59,7 +60,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict. `through_page_cache` are directories that could not be read past the page cache."""
+    """The verdict. `through_page_cache` are directories that could not be read past the page cache, `huge_pages`
+    what the buffers got."""
 
     compared_bytes: int
     source_bytes: int
@@ -68,6 +70,7 @@ class Comparison:
     difference_count: int
     differences: tuple[Difference, ...]
     through_page_cache: tuple[str, ...]
+    huge_pages: HugePages
 
     @property
     def equal(self) -> bool:
@@ -169,6 +172,11 @@ class CompareDestination:
             self._files.popitem()[1].close()
 
     # -- the run's own calls
+
+    @property
+    def buffers(self) -> list[Bytes]:
+        """What the container is read into."""
+        return self._buffers.made
 
     def header(self, number: int) -> None:
         """Compare a written file's header with the plan's."""
@@ -344,6 +352,7 @@ def compare_with_source(
                     destination.header(number)
             destination.small_files()
             destination.completeness()
+            granted = huge_pages([*streamer.buffers, *assembler.buffers, *destination.buffers])
         finally:
             assembler.close()
             destination.close()
@@ -355,4 +364,5 @@ def compare_with_source(
         difference_count=destination.difference_count,
         differences=tuple(destination.differences),
         through_page_cache=tuple(sorted({*destination.fell_back, *(str(p.parent) for p in streamer.fell_back)})),
+        huge_pages=granted,
     )

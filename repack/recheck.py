@@ -10,6 +10,7 @@ from pathlib import Path
 from k3.container import checksum
 from k3.container.direct import ReadFile
 from k3.container.errors import DriveError
+from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.keys import ExpertKey
 from k3.container.layout import PARTIAL_SUFFIX
 from k3.repack.buffers import BufferPool
@@ -28,6 +29,7 @@ class Recheck:
     checked_bytes: int
     bad_experts: tuple[ExpertKey, ...]
     bad_tensors: tuple[int, ...]
+    huge_pages: HugePages
 
 
 def journalled_bytes(plan: Plan, journal: Journal) -> int:
@@ -76,7 +78,7 @@ def recheck(
                 bad_tensors.append(key)
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupted run does not read on
-    return Recheck(good, checked_bytes, tuple(bad_experts), tuple(bad_tensors))
+    return Recheck(good, checked_bytes, tuple(bad_experts), tuple(bad_tensors), huge_pages(buffers.made))
 
 
 def _units(plan: Plan, journal: Journal) -> Iterator[tuple[ExpertKey | int, tuple[Span, ...], tuple[bytes, ...]]]:

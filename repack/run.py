@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from k3.container import checksum
 from k3.container.direct import drive_error, sync_directory
 from k3.container.errors import K3Error, ShardError
+from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.layout import (
     EXPERTS_DIRECTORY,
     JOURNAL_NAME,
@@ -69,6 +70,7 @@ class RepackResult:
     written_bytes: int
     recheck: Recheck | None
     already_complete: bool
+    huge_pages: HugePages = field(default_factory=HugePages)  # what the buffers got
 
 
 def open_source(request: RepackRequest) -> Snapshot:
@@ -129,13 +131,16 @@ def _repack_locked(request: RepackRequest, snapshot: Snapshot, watcher: Watcher)
         continues = journal.begin(_request_record(request, snapshot, shares, probes))
         sync_directory(request.home)
         checked = _resume(plan, directories, journal, request, watcher) if continues else None
-        read_bytes, written_bytes = _stream(plan, directories, journal, request, watcher)
+        read_bytes, written_bytes, granted = _stream(plan, directories, journal, request, watcher)
         finish_data_files(plan, directories, direct=request.direct)
         manifest = publish(plan, directories, journal, probes)
     finally:
         journal.close()
     remove_journal(request.home, JOURNAL_NAME)
-    return RepackResult(manifest, read_bytes, written_bytes, checked, already_complete=False)
+    granted += HugePages() if checked is None else checked.huge_pages
+    return RepackResult(
+        manifest, read_bytes, written_bytes, checked, already_complete=False, huge_pages=granted
+    )  # fmt: skip
 
 
 def verify_full(request: RepackRequest, watcher: Watcher) -> Comparison:
@@ -164,8 +169,9 @@ def verify_full(request: RepackRequest, watcher: Watcher) -> Comparison:
 
 def _stream(
     plan: Plan, directories: Mapping[int, Path], journal: Journal, request: RepackRequest, watcher: Watcher
-) -> tuple[int, int]:
-    """Stream every shard that still has something to give; returns bytes read and bytes written."""
+) -> tuple[int, int, HugePages]:
+    """Stream every shard that still has something to give; returns bytes read, bytes written, and what the buffers
+    got."""
     todo = _shards_to_read(plan, journal)
     read_bytes = sum(plan.snapshot.shards[number].size_bytes for number in todo)
     watcher.phase("repacking", read_bytes)
@@ -178,6 +184,7 @@ def _stream(
             for number in todo:
                 _stream_shard(plan, number, assembler, destination, journal, watcher)
             destination.drain()
+            granted = huge_pages([*streamer.buffers, *assembler.buffers])
             if unfinished := assembler.unfinished():
                 key = unfinished[0]
                 raise ShardError("source ended inside an expert", layer=key.layer, expert=key.expert)
@@ -190,7 +197,7 @@ def _stream(
         for place in sorted({*destination.fell_back, *(path.parent for path in streamer.fell_back)}):
             if request.direct:
                 watcher.note(f"{place}: the file system does not take O_DIRECT; went through the page cache")
-    return read_bytes, destination.written_bytes
+    return read_bytes, destination.written_bytes, granted
 
 
 def _stream_shard(

@@ -28,7 +28,7 @@ class ShardStreamer:
         self.direct = direct
         self.fell_back: set[Path] = set()  # files whose file system does not take O_DIRECT
         self._throttle = throttle or Throttle(None)
-        self._buffers = [huge_buffer(BLOCK_BYTES) for _ in range(BLOCKS)]
+        self.buffers = [huge_buffer(BLOCK_BYTES) for _ in range(BLOCKS)]
         self._readers = ThreadPoolExecutor(READERS, "shard-read")
         self._hasher = ThreadPoolExecutor(1, "shard-hash")
 
@@ -61,7 +61,7 @@ class ShardStreamer:
     def _blocks(
         self, file: ReadFile, size_bytes: int, sha256: hashlib._Hash | None
     ) -> Iterator[tuple[int, Bytes]]:
-        free = deque(self._buffers)
+        free = deque(self.buffers)
         reading: deque[tuple[int, Bytes, Future[Bytes]]] = deque()
         hashing: deque[tuple[Bytes, Future[None]]] = deque()
         next_offset = 0

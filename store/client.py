@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from k3.container.errors import DaemonError
+from k3.container.huge_pages import HugePages
 from k3.store.connection import Connection
 from k3.store.daemon_request import Request
 from k3.store.dispatch import HEARTBEAT_S, Dispatch
@@ -164,6 +165,10 @@ class DaemonSource:
             counts: dict[str, Any] = dict(self._dispatch.counts)
             mine = SourceStats(slots=self._daemon.quota, slot_bytes=self._daemon.slot_bytes, **counts)
         return mine if self._stand_in is None else self._stand_in.added_to(mine)
+
+    def huge_pages(self) -> HugePages:
+        """See `ExpertSource.huge_pages`. Those of the fallback; the daemon tells of its own."""
+        return HugePages() if self._stand_in is None else self._stand_in.huge_pages()
 
     def close(self) -> None:
         """See `ExpertSource.close`."""

@@ -30,6 +30,7 @@ from functools import partial
 from typing import Literal
 
 from k3.container.errors import K3Error
+from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.keys import PAGE_BYTES, ExpertKey
 from k3.container.source import ModelSource
 from k3.store.fetch import PART_BYTES, Fetched, buffer_bytes, finish_piece, join, located, place, read_part
@@ -176,6 +177,10 @@ class FileSource:
                 direct=self._files.direct(),
                 **self._counters,
             )
+
+    def huge_pages(self) -> HugePages:
+        """See `ExpertSource.huge_pages`."""
+        return huge_pages([self._slots.region])
 
     def close(self) -> None:
         """See `ExpertSource.close`. Waits for the reads that are in progress."""

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from k3.container.huge_pages import HugePages
 from k3.container.keys import ExpertKey
 from k3.store.source import Lease, Payload, SourceStats, checked_request, poisoned_on_release, read_only
 
@@ -53,6 +54,10 @@ class MemorySource:
         """See `ExpertSource.stats`."""
         largest = max((payload.size for payload in self._payloads.values()), default=0)
         return SourceStats(hits=self._hits, slots=len(self._payloads), slot_bytes=largest)
+
+    def huge_pages(self) -> HugePages:
+        """See `ExpertSource.huge_pages`. None were asked for."""
+        return HugePages()
 
     def close(self) -> None:
         """See `ExpertSource.close`."""

@@ -48,8 +48,8 @@ class SlotTable:
         self.slot_bytes = slot_bytes
         slots = working_slots + sum(quotas.values()) + ahead_slots
         stride = page_ceil(slot_bytes)
-        region = huge_buffer(slots * stride)
-        self._buffers = [region[slot * stride : (slot + 1) * stride] for slot in range(slots)]
+        self.region = huge_buffer(slots * stride)
+        self._buffers = [self.region[slot * stride : (slot + 1) * stride] for slot in range(slots)]
         self._views = [read_only(buffer) for buffer in self._buffers]
         self._ahead: OrderedDict[ExpertKey, Resident] = OrderedDict()
         self._free = list(range(len(self._buffers)))

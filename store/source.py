@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.container.errors import ExpertError, UnsupportedError
+from k3.container.huge_pages import HugePages
 
 Payload = npt.NDArray[np.uint8]
 
@@ -154,6 +155,9 @@ class ExpertSource(Protocol):
 
     def stats(self) -> SourceStats:
         """The counters of this moment."""
+
+    def huge_pages(self) -> HugePages:
+        """What this process's own buffers got of the huge pages they asked for. Takes milliseconds."""
 
     def close(self) -> None:
         """Stop reading and let go of files and RAM. Streams still in use raise; leases must not be read."""

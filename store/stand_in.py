@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
+from k3.container.huge_pages import HugePages
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
 
 _NO_SUMS = ("slots", "slot_bytes", "direct")
@@ -41,6 +42,10 @@ class StandIn:
         names = [item.name for item in fields(SourceStats) if item.name not in _NO_SUMS]
         sums = {name: getattr(stats, name) + getattr(mine, name) for name in names}
         return replace(stats, **sums, direct=mine.direct)
+
+    def huge_pages(self) -> HugePages:
+        """See `ExpertSource.huge_pages`."""
+        return HugePages() if self._source is None else self._source.huge_pages()
 
     def close(self) -> None:
         """Close the source if it was opened."""

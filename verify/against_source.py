@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3.container.errors import ContainerError
+from k3.container.huge_pages import HugePages
 from k3.container.layout import MANIFEST_NAME
 from k3.container.manifest import Manifest
 from k3.container.reader import Container
@@ -34,6 +35,7 @@ class SourceCheck:
     experts: int = 0
     tensors: int = 0
     through_page_cache: set[str] = field(default_factory=set)
+    huge_pages: HugePages = field(default_factory=HugePages)  # what the buffers got
 
 
 def open_source(manifest: Manifest, sources: Sequence[Path]) -> Snapshot:
@@ -95,6 +97,7 @@ def check_against_source(
     check.experts = comparison.experts
     check.tensors = comparison.tensors
     check.through_page_cache = set(comparison.through_page_cache)
+    check.huge_pages = comparison.huge_pages
     return check
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from k3.container import checksum
 from k3.container.direct import Bytes, ReadFile
 from k3.container.errors import DriveError
+from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.keys import PAGE_BYTES
 from k3.container.pages import huge_buffer
 from k3.verify.files import RESTORE
@@ -50,6 +51,7 @@ class BytesCheck:
     skipped: int = 0
     elapsed_s: float = 0.0
     through_page_cache: set[str] = field(default_factory=set)
+    huge_pages: HugePages = field(default_factory=HugePages)  # what the buffers got
 
 
 def check_bytes(
@@ -94,6 +96,7 @@ class _Check:
         self._stop = threading.Event()
         self._result = BytesCheck()
         self._found: list[tuple[Target, Finding]] = []
+        self._buffers: list[Bytes] = []
 
     def run(self, targets: Sequence[Target]) -> BytesCheck:
         began_s = time.monotonic()
@@ -115,11 +118,13 @@ class _Check:
         self._found.sort(key=lambda item: (item[0].file, item[0].offset))
         self._result.findings = [finding for _, finding in self._found]
         self._result.elapsed_s = time.monotonic() - began_s
+        self._result.huge_pages = huge_pages(self._buffers)
         return self._result
 
     def _work(self, work: Iterator[list[Target]]) -> None:
         """One thread of one root: take the next run, until there is none. Keeps one file open."""
         buffer = huge_buffer(CHUNK_BYTES + 2 * PAGE_BYTES)
+        self._buffers.append(buffer)
         file: ReadFile | None = None
         number = -1
         try:

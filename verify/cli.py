@@ -123,6 +123,7 @@ def _read_data(
         progress.close()
     report.findings += check.findings
     report.through_page_cache |= check.through_page_cache
+    report.huge_pages += check.huge_pages
     report.data = {
         "selection": str(selection),
         "seed": seed,
@@ -168,6 +169,7 @@ def _compare(
     report.findings += check.findings
     report.uncounted += check.differences - len(check.findings)
     report.through_page_cache |= check.through_page_cache
+    report.huge_pages += check.huge_pages
     report.source = {
         "experts": check.experts,
         "tensors": check.tensors,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from k3.container.console import format_size
 from k3.container.errors import ExitCode
+from k3.container.huge_pages import HugePages
 from k3.verify.finding import Finding, Severity, exit_code
 
 FINDINGS_MAX = 1000
@@ -29,6 +30,7 @@ class Report:
     source: dict[str, Any] | None = None
     not_compared: str | None = None  # why --source could not be done
     through_page_cache: set[str] = field(default_factory=set)
+    huge_pages: HugePages = field(default_factory=HugePages)  # what the buffers got
     _shown: int = 0
 
     @property
@@ -51,6 +53,7 @@ class Report:
             "source": self.source,
             "not_compared": self.not_compared,
             "through_page_cache": sorted(self.through_page_cache),
+            "huge_pages": asdict(self.huge_pages),
         }
 
     def new_findings(self) -> list[Finding]:
@@ -79,6 +82,8 @@ class Report:
             yield f"source: not compared, since the container cannot be opened: {self.not_compared}"
         for directory in sorted(self.through_page_cache):
             yield f"note: {directory} cannot be read with O_DIRECT; its bytes came through the page cache"
+        if self.huge_pages.refused:
+            yield f"note: {self.huge_pages.line()}"
         yield self._verdict()
 
     def _verdict(self) -> str:

@@ -28,6 +28,7 @@ from k3.repack.cli import main as repack_main
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.cli import main as store_main
+from k3.store.memory import MemorySource
 from k3.store.source import SourceStats
 from k3.verify.cli import main as verify_main
 
@@ -251,13 +252,19 @@ def test_float32_activations_by_option_and_by_environment(tmp_path: Path) -> Non
 
 
 def test_how_experts_were_read_is_told() -> None:
+    class Told(MemorySource):
+        def stats(self) -> SourceStats:
+            return stats
+
+    experts = Told({})
     stats = SourceStats(retries=3, direct={Path("/a"): True, Path("/b"): False})
-    cached, retried = read_warnings(stats, direct=True)
+    cached, retried = read_warnings(experts, None, direct=True)
     assert "/b" in cached
     assert "O_DIRECT" in cached
     assert "3 reads" in retried
-    assert len(read_warnings(stats, direct=False)) == 1
-    assert read_warnings(SourceStats(direct={Path("/a"): True}), direct=True) == []
+    assert len(read_warnings(experts, None, direct=False)) == 1
+    stats = SourceStats(direct={Path("/a"): True})
+    assert read_warnings(experts, None, direct=True) == []
 
 
 def test_unknown_keys_are_warned_of(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from daemons import daemon_inside
 from engines import VECTORS
 
+from k3.container.huge_pages import HugePages
 from k3.container.memory_limit import Limit
 from k3.engine import bench
 from k3.engine.ceilings import DriveRate, MemoryMeter
@@ -33,7 +34,7 @@ TINY = str(VECTORS / "tiny_s1")
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings without the second that measuring them takes."""
     monkeypatch.setattr(bench, "MemoryMeter", lambda threads: MemoryMeter(threads, nbytes=1 << 16))
-    monkeypatch.setattr(bench, "drive_rate", lambda source, layers, seed: DriveRate(1e9, direct=True))
+    monkeypatch.setattr(bench, "drive_rate", lambda source, layers, seed: DriveRate(1e9, True, HugePages()))
 
 
 def k3_bench(*arguments: str, **options: Any) -> Result:

@@ -11,10 +11,12 @@ from click.testing import CliRunner, Result
 from daemons import daemon_inside
 from engines import VECTORS
 
+from k3.container.huge_pages import HugePages
 from k3.container.memory_limit import Limit
 from k3.container.reader import Container
 from k3.container.snapshot import Snapshot
 from k3.engine import planning
+from k3.engine.ceilings import DriveRate
 from k3.engine.cli import main
 from k3.engine.model import Model
 from k3.repack.request import RepackRequest
@@ -160,3 +162,16 @@ def test_rates_are_for_a_plan() -> None:
     result = k3_run(*TINY, "--ids", "1", *RATES)
     assert result.exit_code == 2
     assert "--plan" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("direct", "granted_bytes", "said"),
+    [(True, 1 << 22, "past the page cache"), (False, 1 << 22, "O_DIRECT does not work here"),
+     (True, 0, "measured; huge pages: granted 0 B of 4.2 MB")],
+)  # fmt: skip
+def test_how_the_drives_rate_was_measured_is_told(
+    direct: bool, granted_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = DriveRate(1e9, direct, HugePages(1 << 22, granted_bytes))
+    monkeypatch.setattr(planning, "drive_rate", lambda source, layers: rate)
+    assert said in plan(*TINY, "--memory-gb-per-s", "10")["drive"]["origin"]

@@ -99,7 +99,7 @@ def test_buffers_go_round_and_are_made_once(count: int, nbytes: int) -> None:
 def test_large_buffers_ask_for_huge_pages() -> None:
     pool = BufferPool(2, 3 << 20)
     with ShardStreamer() as streamer:
-        buffers = [pool.take(), pool.take(), *streamer._buffers]
+        buffers = [pool.take(), pool.take(), *streamer.buffers]
         assert len(buffers) == 2 + BLOCKS
         assert all(asks_for_huge_pages(buffer.ctypes.data) for buffer in buffers)
     small = BufferPool(1, 1 << 20).take()
