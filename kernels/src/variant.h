@@ -5,7 +5,8 @@
 // The functions are serial, work on plain pointers, allocate nothing and throw nothing; threads, scratch and
 // checks belong to the files in kernels/src. All of them may run on any thread.
 //
-// Sanitizers: install into an environment of its own,
+// Sanitizers: tests/kernels/test_sanitized.py makes recorded calls again, without Python. To run all tests
+// with them, install into an environment of its own,
 //   pip install -C cmake.define.K3_SANITIZE=ON -C build-dir=build/sanitize -e '.[test]'
 // and run the tests there with the run-time libraries in front of Python's own,
 //   export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
