@@ -87,9 +87,18 @@ def wake_up_us(rounds: int) -> tuple[float, float]:
 
 
 def sharing(
-    container: Container, directories: Sequence[Path], clients: Sequence[int], tokens: int, picked: int
+    container: Container,
+    directories: Sequence[Path],
+    clients: Sequence[int],
+    tokens: int,
+    picked: int,
+    lags: Sequence[float] = (),
 ) -> dict[str, float]:
-    """Bytes that 1, 2, ... clients read from the drives for the same trace, as a share of one client's."""
+    """Bytes that 1, 2, ... clients read from the drives for the same trace, as a share of one client's.
+
+    The cache holds half of the experts. All clients start together; then, for each of `lags`, two of them, the
+    second when the first has had that part of the time that one alone takes.
+    """
     layers = container.expert_layers()
     experts = sum(container.expert_count(layer) for layer in layers)
     picked = min(picked, *(container.expert_count(layer) for layer in layers))
@@ -97,9 +106,10 @@ def sharing(
     slots = max(most * picked + 4, experts // 2)
     slot_bytes = slot_bytes_for(container.expert_layout(layers[0]).payload_bytes)
     cache_gb = slots * slot_bytes / 1e9
-    read: dict[int, int] = {}
     answers = set()
-    for count in clients:
+
+    def replays(count: int, delay_s: float = 0.0) -> tuple[int, float]:
+        """Bytes read, and seconds until the last client was done."""
         options = ("--cache-gb", f"{cache_gb:.9f}", "--max-clients", str(most), "--quota", str(picked))
         with Daemon(directories, *options) as daemon:
             job = {"socket": str(daemon.socket), "tokens": tokens, "picked": picked}
@@ -112,18 +122,26 @@ def sharing(
             for process in processes:
                 assert process.stdout is not None
                 assert process.stdout.readline() == "ready\n"
-            for process in processes:
+            began_s = time.perf_counter()
+            for number, process in enumerate(processes):
                 assert process.stdin is not None
+                time.sleep(max(0.0, began_s + number * delay_s - time.perf_counter()))
                 process.stdin.write("go\n")
                 process.stdin.flush()
-            answers |= {process.communicate()[0] for process in processes}
+            answers.update(process.communicate()[0] for process in processes)
+            took_s = time.perf_counter() - began_s
             assert all(process.returncode == 0 for process in processes)
-            read[count] = daemon.read_bytes()
+            return daemon.read_bytes(), took_s
+
+    alone_bytes, alone_s = replays(1)
+    found = {"one_client_read_gb": alone_bytes / 1e9, "one_client_s": alone_s}
+    for count in clients:
+        if count > 1:
+            found[f"read_share_{count}_clients"] = replays(count)[0] / alone_bytes
+    for lag in lags:
+        found[f"read_share_lag_{lag:g}"] = replays(2, lag * alone_s)[0] / alone_bytes
     assert len(answers) == 1, f"clients saw different bytes: {answers}"
-    first = min(clients)
-    return {f"read_share_{count}_clients": read[count] / read[first] for count in clients if count != first} | {
-        "one_client_read_gb": read[first] / 1e9
-    }
+    return found
 
 
 def replay(job: dict[str, object]) -> None:

@@ -19,7 +19,7 @@ def test_store_in_tiny(tmp_path: Path) -> None:
     assert line["tiny"] is True
     assert {
         "cold_ratio", "daemon_cpu_s_per_gb", "ring_p50_us", "ring_p99_us", "source_p50_us", "source_p99_us",
-        "read_share_2_clients", "shares_finish_ratio", "start_store_s", "start_files_s",
+        "read_share_2_clients", "read_share_lag_0.5", "shares_finish_ratio", "start_store_s", "start_files_s",
     } <= line["medians"].keys()  # fmt: skip
     assert line["medians"]["read_share_2_clients"] == 1
     assert list(tmp_path.iterdir()) == []
