@@ -6,14 +6,14 @@ Writes one file of experts (17,547,264 bytes each) into FOLDER, which must be on
 all of them in random order with either engine: chunks of 4 MiB, O_DIRECT, digests off, so that nothing but the
 reads differs. The engines take turns within a round; the table has the median over the rounds of GB/s and of CPU
 seconds (this whole process, reading threads included) per GB, beside a plain loop of os.preadv threads at the same
-depth. Refuses to report numbers when the file cannot be read with O_DIRECT.
+depth. All of them read into huge pages. Refuses to report numbers when the file cannot be read with O_DIRECT, or
+when the engines' arena is not in huge pages for the most part.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import resource
 import statistics
@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from k3.container.direct import ReadFile
+from k3.container.pages import huge_buffer, populate
 from k3.store.native import Io, NativeRing, NativeServer, ServerSettings, slot_bytes_for
 from k3.store.ring_layout import Op
 
@@ -113,6 +114,7 @@ def served(path: Path, order: list[int], depth: int, io: Io, meter: Meter) -> No
         server.set_layer(0, EXPERT_BYTES, [1] * len(order), records)
         server.start()
         assert server.io == io, f"{io} cannot be had here"
+        assert server.arena_huge_bytes > 0.9 * server.arena_bytes, "no huge pages to be had just now"
         grant = server.add_client("bench")
         ring = NativeRing(
             grant.ring_fd, server.arena_fd, server.arena_bytes, grant.request_doorbell, grant.completion_doorbell
@@ -150,20 +152,22 @@ def plain(path: Path, order: list[int], depth: int, meter: Meter) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def work() -> None:
-        with mmap.mmap(-1, CHUNK_BYTES) as buffer:
-            buffer[::4096] = b"\0" * (CHUNK_BYTES // 4096)
-            while True:
-                with lock:
-                    chunk = next(todo, None)
-                if chunk is None:
-                    return
-                with memoryview(buffer) as view, view[: chunk[1]] as part:
-                    assert os.preadv(descriptor, [part], chunk[0]) == chunk[1]
+        buffer = huge_buffer(CHUNK_BYTES)
+        populate(buffer)
+        begin.wait()
+        while True:
+            with lock:
+                chunk = next(todo, None)
+            if chunk is None:
+                return
+            assert os.preadv(descriptor, [buffer[: chunk[1]]], chunk[0]) == chunk[1]
 
+    begin = threading.Barrier(depth + 1)
     threads = [threading.Thread(target=work) for _ in range(depth)]
+    for thread in threads:
+        thread.start()
+    begin.wait()
     with meter:
-        for thread in threads:
-            thread.start()
         for thread in threads:
             thread.join()
     os.close(descriptor)
