@@ -1,8 +1,17 @@
 # Types of the native module, written by hand; tests/store/test_native_layout.py compares the names.
 # store/native.py is the face that other modules use for Server and ClientRing; Policy is used as it is.
 
-from collections.abc import Buffer, Callable, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Buffer, Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Payload = npt.NDArray[np.uint8]
+R = TypeVar("R")
+S = TypeVar("S")
 
 def xxh3_128(data: Buffer) -> bytes:
     """The 16 bytes of xxh3-128, seed 0, canonical order. Releases the interpreter's lock."""
@@ -76,6 +85,71 @@ class Completion:
     file_offset: int
     error: int
 
+class Lease:
+    """One expert in RAM, on loan. A context manager: leaving it releases.
+
+    Not to be made by callers; sources make them. `release` is thread-safe.
+    """
+
+    def __new__(
+        cls, layer: int, expert: int, payload: Payload, on_release: Callable[[], None] | None = None, /
+    ) -> Self: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def payload(self) -> Payload:
+        """The expert's bytes: uint8, one-dimensional, contiguous, read-only. ValueError after release."""
+
+    def release(self) -> None:
+        """Give the expert back. Every view of its payload is invalid from here on."""
+
+    def withdraw(self) -> tuple[Any, ...]:
+        """For sources: what `on_release` would have been called with; the lease counts as released."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+class ReadyLeases(Iterator[Lease]):
+    """Hands out what is in a deque, or when it is empty what `_await_next` of the derived class returns."""
+
+    def __init__(self, ready: deque[Lease], /) -> None: ...
+    def __next__(self) -> Lease: ...
+    def __iter__(self) -> Self: ...
+
+class Grants:
+    """Leases of one tag and source, granted one after the other; at least one."""
+
+    @property
+    def tag(self) -> int: ...
+    @property
+    def source(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int:
+        """Of all of them."""
+
+    def __len__(self) -> int: ...
+    def slots(self) -> list[tuple[int, int, int]]:
+        """(expert, slot, generation) of each."""
+
+    def lend(
+        self,
+        awaited: set[int],
+        views: dict[tuple[int, int], Payload],
+        view: Callable[[int, int], Payload],
+        on_release: Callable[[R, S, int, int], None],
+        request: R,
+        session: S,
+    ) -> list[Lease]:
+        """Make them leases, in order; their experts are taken from `awaited` (AssertionError for one not in it).
+
+        Payloads are in `views` by offset and bytes, or made by `view`. `on_release` is called with request,
+        session, slot and generation.
+        """
+
 class Server:
     def __init__(
         self,
@@ -145,7 +219,7 @@ class ClientRing(Buffer):
     def submit(self, tag: int, op: int, layer: int, experts: Sequence[int]) -> int: ...
     def release(self, slots: Sequence[int], generations: Sequence[int]) -> int: ...
     def poll(self, most: int) -> list[Completion]: ...
-    def take(self) -> tuple[list[tuple[int, int, list[tuple[int, int, int, int, int]]]], list[Completion]]: ...
+    def take(self) -> tuple[list[Grants], list[Completion]]: ...
     def wait(self, timeout_s: float | None, other_fd: int) -> str: ...
     @property
     def closed_by_daemon(self) -> bool: ...

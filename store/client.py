@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from k3.store.connection import Connection
 from k3.store.daemon_request import Request
 from k3.store.dispatch import HEARTBEAT_S, Dispatch
 from k3.store.link import Link
-from k3.store.native import Granted
 from k3.store.pins import are_settled, first_error
 from k3.store.request_stream import RequestStream
 from k3.store.ring_layout import Op
@@ -82,10 +80,10 @@ class DaemonSource:
             if counts is not None:
                 request = self._dispatch.begin(layer, checked_request(layer, experts, counts))
         if request is None:  # no daemon was ever there: the fallback knows the model
-            return RequestStream(self, self._delegated(Request(layer, 0, deque(experts))))
-        if self._session is None and self._stand_in is not None:
+            request = self._delegated(Request(layer, 0, deque(experts)))
+        elif self._session is None and self._stand_in is not None:
             self._delegated(request)
-        return RequestStream(self, request)
+        return RequestStream(self, request, request.ready) if not self._debug else _DebugStream(self, request)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
         """Ask the daemon to read experts into its cache when it has nothing better to do: a hint, not awaited.
@@ -208,14 +206,10 @@ class DaemonSource:
 
     def take(self, request: Request) -> Lease:
         """Wait for a stream's next expert. StopIteration after the last one, or its error."""
-        item: tuple[Session, Granted] | Exception | None
-        if request.ready and not self._daemon.is_closed:  # only this thread takes from it
-            item = request.ready.popleft()
-        else:
-            began_ns = time.monotonic_ns()
-            with self._changed:
-                item = self._next_item(request, began_ns)
-                self._dispatch.counts["wait_ns"] += time.monotonic_ns() - began_ns
+        began_ns = time.monotonic_ns()
+        with self._changed:
+            item = self._next_item(request, began_ns)
+            self._dispatch.counts["wait_ns"] += time.monotonic_ns() - began_ns
         if item is None:
             if request.unstarted:
                 self._delegated(request)
@@ -224,22 +218,17 @@ class DaemonSource:
             return next(request.delegate)
         if isinstance(item, Exception):
             raise item
-        session, (expert, slot, generation, offset, payload_bytes) = item
-        payload = session.views.get((offset, payload_bytes))
-        if payload is None:
-            payload = session.view(offset, payload_bytes)
-        if self._debug:
-            on_release: Callable[[], None] = partial(self._dispatch.release, request, session, slot, generation)
-            return Lease(request.layer, expert, *poisoned_on_release(payload, on_release))
-        return Lease(request.layer, expert, payload, self._dispatch.release, request, session, slot, generation)
+        return item
 
-    def _next_item(self, request: Request, began_ns: int) -> tuple[Session, Granted] | Exception | None:
+    def _next_item(self, request: Request, began_ns: int) -> Lease | Exception | None:
         """The next expert or error of a request; None when the daemon has nothing (more) for it."""
         while True:
             self._dispatch.collect()
             self._dispatch.check_open()
             if request.ready:
                 return request.ready.popleft()
+            if request.errors:
+                return request.errors.popleft()
             if request.closed or request.delegate is not None:
                 return None
             if not request.awaited and not request.unstarted:
@@ -255,8 +244,8 @@ class DaemonSource:
                 if time.monotonic_ns() - (request.busy_since_ns or began_ns) > self._dispatch.patience_s * 1e9:
                     raise self._dispatch.out_of_budget(len(request.unstarted))
                 self._changed.wait(BUSY_RETRY_S)
-                if not self._dispatch.is_pumping and session is self._session:
-                    self._dispatch.drain(session)  # a daemon whose answers nobody reads takes nothing more
+                if not self._dispatch.is_pumping and session is self._session and self._dispatch.drain(session):
+                    self._changed.notify_all()  # a daemon whose answers nobody reads takes nothing more
                 self._dispatch.advance(request)
             elif session.free:  # the caller holds all that it was admitted with, or the session is new: lend more
                 more = min(session.free, len(request.unstarted))
@@ -272,3 +261,11 @@ class DaemonSource:
             self._dispatch.end(request)
         if request.delegate is not None:
             request.delegate.close()
+
+
+class _DebugStream(RequestStream[Request]):
+    """Hands out private copies, poisoned when they are released."""
+
+    def _await_next(self) -> Lease:
+        lease = super()._await_next()
+        return Lease(lease.layer, lease.expert, *poisoned_on_release(lease.payload, lease.release))

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from k3.store.native import Granted
-from k3.store.session import Session
-from k3.store.source import LeaseStream
+from k3.store.source import Lease, LeaseStream
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +22,8 @@ class Request:
     tag: int
     unstarted: deque[int]
     awaited: set[int] = field(default_factory=set)
-    ready: deque[tuple[Session, Granted] | Exception] = field(default_factory=deque)
+    ready: deque[Lease] = field(default_factory=deque)
+    errors: deque[Exception] = field(default_factory=deque)
     tickets: int = 0
     busy_since_ns: int | None = None
     closed: bool = False

@@ -18,13 +18,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from pathlib import Path
 
 from k3.container.keys import ExpertKey
 from k3.store.connection import Connection
 from k3.store.daemon_request import Request
-from k3.store.native import Completion, Granted
+from k3.store.native import Completion, Grants
 from k3.store.pins import Pins
 from k3.store.ring_layout import Op, Source, Status
 from k3.store.session import FULL_RING_S, Session
@@ -76,6 +75,8 @@ class Dispatch:
             self.daemon.session.ring_bell()
         while self.is_pumping or self.daemon.is_searching:
             self.changed.wait()
+        for request in self._requests.values():
+            request.ready.clear()
         self._requests.clear()
         session, self.daemon.session = self.daemon.session, None
         return session
@@ -199,6 +200,7 @@ class Dispatch:
             self.changed.wait(timeout_s)
             return
         if self.drain(session):
+            self.changed.notify_all()
             return
         self.pins.flush(session)
         if not session.flush():
@@ -210,7 +212,7 @@ class Dispatch:
         finally:
             self.changed.acquire()
             self.is_pumping = False
-            self.changed.notify_all()
+            self.changed.notify_all()  # of what is drained here, too: all of it under one hold of the lock
         if not self.drain(session):
             self.notice_end()
 
@@ -223,15 +225,17 @@ class Dispatch:
                 self._lose(session, reason)
 
     def drain(self, session: Session) -> bool:
-        """Hand on completions that are there, as many as are taken at once; whether there was one."""
+        """Hand on completions that are there, as many as are taken at once; whether there was one.
+
+        Others who wait are for the caller to notify.
+        """
         granted, others = session.link.ring.take()
         if not granted and not others:
             return False
-        for tag, source, leases in granted:
-            self._granted(session, tag, source, leases)
+        for grants in granted:
+            self._granted(session, grants)
         for completion in others:
             self._complete(session, completion)
-        self.changed.notify_all()
         return True
 
     def _complete(self, session: Session, completion: Completion) -> None:
@@ -255,7 +259,7 @@ class Dispatch:
         else:
             if not request.closed:
                 self.counts["misses"] += 1
-                request.ready.append(session.error_of(completion, self._path))
+                request.errors.append(session.error_of(completion, self._path))
             self._free_ticket(session, request)
         if request.closed and not request.awaited:
             self._forget(request)
@@ -270,15 +274,16 @@ class Dispatch:
         self.pins.answered(completion.tag, key, error)
         self.pins.flush(session)
 
-    def _granted(self, session: Session, tag: int, source: int, leases: list[Granted]) -> None:
+    def _granted(self, session: Session, grants: Grants) -> None:
         """Leases of one request: to it, or back if nobody wants them any more."""
-        experts = {lease[0] for lease in leases}
-        request = self._requests.get(tag)
-        if request is None or len(experts) != len(leases) or not experts <= request.awaited:
-            raise AssertionError(f"the daemon granted what nobody asked for: {sorted(experts)} for tag {tag}")
-        request.awaited -= experts
+        request = self._requests.get(grants.tag)
+        if request is None:
+            raise AssertionError(
+                f"the daemon granted what nobody asked for with tag {grants.tag}: {grants.slots()}"
+            )
         if request.closed:
-            for _, slot, generation, _, _ in leases:
+            for expert, slot, generation in grants.slots():
+                request.awaited.remove(expert)
                 session.release(slot, generation)
                 self._free_ticket(session, request)
             session.flush()
@@ -286,16 +291,18 @@ class Dispatch:
                 self._forget(request)
             return
         request.busy_since_ns = None
-        request.ready.extend(zip(repeat(session), leases))
-        count = self.counts
+        request.ready.extend(
+            grants.lend(request.awaited, session.views, session.view, self.release, request, session)
+        )
+        count, source, leases = self.counts, grants.source, len(grants)
         if source == Source.ARENA:
-            count["hits"] += len(leases)
+            count["hits"] += leases
         elif source == Source.JOINED:
-            count["joined"] += len(leases)
+            count["joined"] += leases
         else:
-            count["misses"] += len(leases)
-            count["reads"] += len(leases)
-            count["read_bytes"] += sum(payload_bytes for _, _, _, _, payload_bytes in leases)
+            count["misses"] += leases
+            count["reads"] += leases
+            count["read_bytes"] += grants.payload_bytes
 
     def release(self, request: Request, session: Session, slot: int, generation: int) -> None:
         """A lease comes back: its slot to the daemon, its ticket to its stream or to everybody."""
@@ -313,12 +320,12 @@ class Dispatch:
         request.closed = True
         request.unstarted.clear()
         session = self.daemon.session
-        for item in request.ready:
-            if not isinstance(item, Exception) and item[0] is session:
-                _, (_, slot, generation, _, _) = item
+        while request.ready:
+            _, lender, slot, generation = request.ready.popleft().withdraw()
+            if lender is session and session is not None:
                 session.release(slot, generation)
                 self._free_ticket(session, request)
-        request.ready.clear()
+        request.errors.clear()
         while request.tickets and session is not None:
             request.tickets -= 1
             self._free_ticket(session, request)

@@ -28,6 +28,7 @@ from k3.container.errors import UnsupportedError
 from k3.store._store import (
     ClientRing,
     Completion,
+    Grants,
     Policy,
     Server,
     SharedMapping,
@@ -39,16 +40,13 @@ from k3.store.ring_layout import DEFAULT_ENTRIES, PAGE_BYTES, Op
 from k3.store.source import Payload
 
 __all__ = [
-    "ClientGrant", "Completion", "Granted", "NativeRing", "NativeServer", "Policy", "ServerSettings", "Woken",
+    "ClientGrant", "Completion", "Grants", "NativeRing", "NativeServer", "Policy", "ServerSettings", "Woken",
     "make_memfd", "map_shared", "policy_names", "seal_all", "seal_future_write", "slot_bytes_for", "xxh3_128",
 ]  # fmt: skip
 
 Io = Literal["threads", "uring"]
 Verify = Literal["always", "first", "never"]
 Woken = Literal["completions", "closed", "other", "timeout"]
-Granted = tuple[int, int, int, int, int]
-"""A granted lease: expert, slot, generation, offset of the payload in the arena, payload bytes."""
-
 FaultKind = Literal["error", "short", "flip", "stall"]
 
 _F_SEAL_FUTURE_WRITE = 0x10  # not in the fcntl module before Python 3.13
@@ -309,11 +307,8 @@ class NativeRing:
         """Take the completions that are there, at most `most` and at most 256."""
         return self._ring.poll(most)
 
-    def take(self) -> tuple[list[tuple[int, int, list[Granted]]], list[Completion]]:
-        """Take the completions that are there, at most 256, in a form that is cheap to hand on.
-
-        First those that grant leases, in runs: (tag, source, the leases); then all others.
-        """
+    def take(self) -> tuple[list[Grants], list[Completion]]:
+        """Take the completions that are there, at most 256: runs of those that grant leases; then all others."""
         return self._ring.take()
 
     def wait(self, timeout_s: float | None = None, other_fd: int = -1) -> Woken:

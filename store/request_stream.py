@@ -6,11 +6,10 @@ A stream belongs to one thread at a time. One that is dropped without closing is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-from k3.store.source import Lease
+from k3.store._store import Lease, ReadyLeases
 
 R = TypeVar("R")
 
@@ -27,17 +26,17 @@ class StreamOwner(Protocol[R]):
         """Give back what was not handed out."""
 
 
-class RequestStream(Generic[R]):
+class RequestStream(ReadyLeases, Generic[R]):
     """The leases of one request of a source, as they arrive. Leaving a with block closes it."""
 
-    def __init__(self, source: StreamOwner[R], request: R) -> None:
+    def __init__(self, source: StreamOwner[R], request: R, ready: deque[Lease] | None = None) -> None:
+        """What is in `ready` is handed out without asking the source, which empties it when it is closed."""
+        super().__init__(deque() if ready is None else ready)
+        self._is_over = False
         self._source = source
         self._request = request
 
-    def __iter__(self) -> Iterator[Lease]:
-        return self
-
-    def __next__(self) -> Lease:
+    def _await_next(self) -> Lease:
         try:
             return self._source.take(self._request)
         except BaseException:
@@ -46,7 +45,9 @@ class RequestStream(Generic[R]):
 
     def close(self) -> None:
         """See `LeaseStream.close`."""
-        self._source.give_up(self._request)
+        if not self._is_over:
+            self._source.give_up(self._request)
+            self._is_over = True
 
     def __enter__(self) -> RequestStream[R]:
         return self
@@ -59,5 +60,5 @@ class RequestStream(Generic[R]):
     def __del__(self) -> None:
         # May run anywhere, also inside the source's lock: only leave a note. Ctrl-C may have come before there
         # was anything to note.
-        if hasattr(self, "_request"):
+        if hasattr(self, "_request") and not self._is_over:
             self._source.abandoned.append(self._request)

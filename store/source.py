@@ -29,18 +29,22 @@ does not have is an `ExpertError`, since a container can hold fewer layers than 
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from k3.container.errors import ExpertError, UnsupportedError
 from k3.container.huge_pages import HugePages
+from k3.store._store import Lease
+
+__all__ = [
+    "POISON", "BudgetError", "ExpertSource", "Lease", "LeaseStream", "Payload", "SourceStats", "checked_request",
+    "poisoned_on_release", "read_only",
+]  # fmt: skip
 
 Payload = npt.NDArray[np.uint8]
 
@@ -77,52 +81,6 @@ class SourceStats:
     slot_bytes: int = 0
     open_files: int = 0
     direct: Mapping[Path, bool] = field(default_factory=dict)  # per directory: reads bypass the page cache
-
-
-class Lease:
-    """One expert in RAM, on loan. A context manager: leaving it releases.
-
-    Not to be made by callers; sources make them. `release` is thread-safe.
-    """
-
-    __slots__ = ("_given", "_on_release", "_payload", "expert", "layer")
-
-    _lock = threading.Lock()
-    """Of all leases together: held for a few instructions, and a lease is made and released in a microsecond."""
-
-    def __init__(
-        self, layer: int, expert: int, payload: Payload, on_release: Callable[..., None] | None = None, *given: Any
-    ) -> None:
-        """`on_release` is called with what is `given`."""
-        self.layer = layer
-        self.expert = expert
-        self._payload: Payload | None = payload
-        self._on_release = on_release
-        self._given = given
-
-    @property
-    def payload(self) -> Payload:
-        """The expert's bytes: uint8, one-dimensional, contiguous, read-only. ValueError after release."""
-        payload = self._payload
-        if payload is None:
-            raise ValueError(f"lease of layer {self.layer}, expert {self.expert} was released")
-        return payload
-
-    def release(self) -> None:
-        """Give the expert back. Every view of its payload is invalid from here on."""
-        with self._lock:
-            on_release, self._on_release, self._payload = self._on_release, None, None
-            given, self._given = self._given, ()
-        if on_release is not None:
-            on_release(*given)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class LeaseStream(Protocol):

@@ -14,6 +14,7 @@
 #include <stdexcept>
 
 #include "client_ring.h"
+#include "lease.h"
 #include "server.h"
 #include "xxh3.h"
 
@@ -255,8 +256,12 @@ nb::list ring_poll(const PyRing& py, uint32_t most) {
     return list;
 }
 
-// Takes completions as a client that leases sets wants them: each run of granted leases of one tag and source as
-// (tag, source, [(expert, slot, generation, offset, payload bytes)]), and everything else as it is.
+// Leases of one tag and source that were granted one after the other.
+struct Grants {
+    std::vector<Completion> completions;  // at least one
+};
+
+// Takes completions as a client that leases sets wants them: runs of granted leases, and everything else as it is.
 nb::tuple ring_take(const PyRing& py) {
     constexpr uint32_t kMost = 256;
     Completion completions[kMost];
@@ -273,14 +278,23 @@ nb::tuple ring_take(const PyRing& py) {
             ++i;
             continue;
         }
-        nb::list leases;
-        for (; i < count && is_grant(completions[i]); ++i) {
-            const Completion& c = completions[i];
-            leases.append(nb::make_tuple(c.expert, c.slot, c.generation, c.offset, c.payload_bytes));
-        }
-        granted.append(nb::make_tuple(first.tag, first.source, leases));
+        const uint32_t begin = i;
+        while (i < count && is_grant(completions[i])) ++i;
+        granted.append(Grants{std::vector<Completion>(completions + begin, completions + i)});
     }
     return nb::make_tuple(granted, others);
+}
+
+nb::list slots_of(const Grants& grants) {
+    nb::list list;
+    for (const Completion& c : grants.completions) list.append(nb::make_tuple(c.expert, c.slot, c.generation));
+    return list;
+}
+
+uint64_t bytes_of(const Grants& grants) {
+    uint64_t sum = 0;
+    for (const Completion& c : grants.completions) sum += c.payload_bytes;
+    return sum;
 }
 
 std::string ring_wait(const PyRing& py, std::optional<double> timeout_s, int other_fd) {
@@ -344,6 +358,20 @@ void bind_client(nb::module_& m) {
         .def_ro("payload_bytes", &Completion::payload_bytes)
         .def_ro("file_offset", &Completion::file_offset)
         .def_ro("error", &Completion::error);
+    nb::class_<Grants>(m, "Grants")
+        .def_prop_ro("tag", [](const Grants& grants) { return grants.completions.front().tag; })
+        .def_prop_ro("source", [](const Grants& grants) { return grants.completions.front().source; })
+        .def_prop_ro("payload_bytes", &bytes_of)
+        .def("__len__", [](const Grants& grants) { return grants.completions.size(); })
+        .def("slots", &slots_of)
+        .def(
+            "lend",
+            [](const Grants& grants, nb::set awaited, nb::dict views, nb::callable view, nb::object on_release,
+               nb::object request, nb::object session) {
+                return make_leases(grants.completions, {std::move(awaited), std::move(views), std::move(view),
+                                                        std::move(on_release), std::move(request), std::move(session)});
+            },
+            arg("awaited"), arg("views"), arg("view"), arg("on_release"), arg("request"), arg("session"));
     nb::class_<PyRing>(m, "ClientRing", nb::type_slots(ring_slots))
         .def("__init__",
              [](PyRing* self, int ring_fd, int arena_fd, uint64_t arena_bytes, int request_doorbell,
@@ -448,5 +476,6 @@ NB_MODULE(_store, m) {
     bind_memory(m);
     bind_policy(m);
     bind_server(m);
+    bind_leases(m);
     bind_client(m);
 }

@@ -32,3 +32,25 @@ class TestDaemonSource(SourceSuite):
         source = open_source()
         yield Opened(source, built.payloads, open_source)
         source.close()
+
+
+def test_what_had_arrived_is_not_handed_out_after_close(daemon: Inside) -> None:
+    source = DaemonSource(daemon.socket)
+    for lease in source.lease(1, range(3)):  # from here on all are in RAM, and arrive together
+        lease.release()
+    stream = source.lease(1, range(3))
+    next(stream).release()
+    source.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(stream)
+
+
+def test_what_had_arrived_is_given_back_by_a_stream_given_up(daemon: Inside) -> None:
+    source = DaemonSource(daemon.socket)
+    for _ in range(20):  # more than the quota if anything were lost
+        stream = source.lease(1, range(3))
+        next(stream).release()
+        stream.close()
+    assert source._session is not None
+    assert source._session.free == source._session.quota
+    source.close()

@@ -11,8 +11,9 @@ import pytest
 from store.native_rig import Client, World, client_of, make_world, serving, until
 
 from k3.container.errors import UnsupportedError
-from k3.store.native import NativeServer, Policy, ServerSettings, policy_names, slot_bytes_for
+from k3.store.native import Grants, NativeServer, Policy, ServerSettings, policy_names, slot_bytes_for
 from k3.store.ring_layout import Op, Source, Status
+from k3.store.source import Lease, Payload
 
 SHAPES = {
     "one root": {},
@@ -507,21 +508,58 @@ def test_completions_in_runs_say_the_same_as_one_by_one(tmp_path: Path) -> None:
         client.ask(1, [2], tag=6)
         client.ask(0, [0], tag=7, op=Op.PIN)
         runs, others = [], []
-        while sum(len(leases) for _, _, leases in runs) < 3 or len(others) < 2:
+        while sum(map(len, runs)) < 3 or len(others) < 2:
             assert client.ring.wait(5) == "completions"
             granted, rest = client.ring.take()
             runs += granted
             others += rest
-        found = {(tag, source, lease[0]) for tag, source, leases in runs for lease in leases}
+        found = {(run.tag, run.source, expert) for run in runs for expert, _, _ in run.slots()}
         assert found == {(5, Source.ARENA, 0), (5, Source.ARENA, 1), (6, Source.READ, 2)}
         assert {(c.tag, c.op, c.status, c.expert) for c in others} == {
             (5, Op.LEASE, Status.NO_SUCH_EXPERT, 99),
             (7, Op.PIN, Status.OK, 0),
         }
-        for tag, _, leases in runs:
-            for expert, slot, generation, offset, payload_bytes in leases:
-                view = client.ring.payload(offset, payload_bytes)
-                assert view.tobytes() == world.payloads[1 if tag == 6 else 0, expert]
+        views: dict[tuple[int, int], Payload] = {}
+        back: list[tuple[str, str, int, int]] = []
+        for run in runs:
+            layer = 1 if run.tag == 6 else 0
+            assert run.payload_bytes == len(run) * world.payload_bytes
+
+            def lend(run: Grants, awaited: set[int]) -> list[Lease]:
+                return run.lend(
+                    awaited, views, client.ring.payload, lambda *given: back.append(given), "request", "session"
+                )
+
+            with pytest.raises(AssertionError, match=f"granted layer {layer}, expert .*, which nobody asked for"):
+                lend(run, {5})
+            awaited = {0, 1, 2, 5}
+            leases = lend(run, awaited)
+            assert awaited == {0, 1, 2, 5} - {lease.expert for lease in leases}
+            for lease, (expert, slot, generation) in zip(leases, run.slots(), strict=True):
+                assert (lease.layer, lease.expert) == (layer, expert)
+                assert lease.payload.tobytes() == world.payloads[layer, expert]
+                lease.release()
+                assert back.pop() == ("request", "session", slot, generation)
                 assert client.ring.release([slot], [generation]) == 1
+        assert back == []
         until(lambda: server.stats()["clients"][0]["leases"] == 0)
         assert server.stats()["stale_releases"] == 0
+
+
+def test_a_payload_seen_before_is_the_same_view(server: NativeServer, world: World) -> None:
+    with client_of(server, world) as client:
+        views: dict[tuple[int, int], Payload] = {}
+
+        def view(offset: int, payload_bytes: int) -> Payload:
+            return views.setdefault((offset, payload_bytes), client.ring.payload(offset, payload_bytes))
+
+        seen = []
+        for _ in range(2):
+            client.ask(0, [3])
+            assert client.ring.wait(5) == "completions"
+            ((run,), ()) = client.ring.take()
+            seen += run.lend({3}, views, view, lambda *_: None, 1, 2)
+            ((_, slot, generation),) = run.slots()
+            client.ring.release([slot], [generation])
+        assert seen[0].payload is seen[1].payload
+        assert len(views) == 1
