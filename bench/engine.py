@@ -184,9 +184,13 @@ def decode(options: Options) -> Iterator[Figure]:
 def streaming(options: Options) -> Iterator[Figure]:
     """Decoding from the drive, against max(bytes / raw rate, cached decode time)."""
     medians = _run("streaming.py", *_common(options))["medians"]
-    yield Figure("streaming", "no look-ahead: seconds per token, of the limit", medians["off_of_limit"], 1.1, True)
-    yield Figure("streaming", "look-ahead: seconds per token, of the limit", medians["on_of_limit"], 1.1, True)
-    yield Figure("streaming", "look-ahead that knows: seconds per token, of the limit", medians["oracle_of_limit"])
+    for mode, name in (("off", "no look-ahead"), ("on", "look-ahead"), ("oracle", "look-ahead that knows")):
+        alone, shared = medians[f"{mode}_of_limit"], medians[f"{mode}_of_shared_limit"]
+        yield Figure(
+            "streaming", f"{name}: seconds per token, of the limit", alone, 1.1 if mode == "on" else None, True
+        )
+        yield Figure("streaming", f"{name}: of the limit, drive and memory shared", shared)
+    yield Figure("streaming", "plain reads beside a step, of plain reads alone", medians["slowed_of_drive"])
     yield Figure("streaming", "leases without a model, of plain reads", medians["source_of_drive"])
     yield Figure("streaming", "plain reads, GB/s", medians["drive_rate"] / 1e9)
 

@@ -1,6 +1,6 @@
 """Decoding and prefill with experts from the drive and from memory, against what the drive and memory deliver.
 
-    python bench/streaming.py --container HOME [--rounds 3] [--tokens 8] [--prefetch 8] [--chunks 8,32,64]
+    python bench/streaming.py --container HOME [--rounds 3] [--tokens 8] [--prefetch 16] [--chunks 8,32,64]
 
 Every round measures once: plain O_DIRECT reads of the same experts into huge-page slots (the drive's rate), the
 same leases without a model (the source's rate), memory's rate, decoding with all experts cached, and decoding
@@ -10,12 +10,14 @@ The same tokens everywhere, so the same experts. Medians are printed, of ratios 
 is JSON.
 
 `of_limit` is the time per token over the greater of two: the bytes that were asked for at the drive's rate, and
-the cached time.
+the cached time. `of_shared_limit` is that over what a perfect schedule reaches where the two slow each other:
+the step as it is beside plain reads, with what these read meanwhile, then the rest at the drive's rate.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -136,8 +138,11 @@ class Rig:
         return self.model.resident_bytes - self.model.embedding_bytes
 
 
-def raw_rate(rig: Rig) -> float:
-    """Bytes per second of reading all requests' experts, nothing else: with a source's threads and parts."""
+def raw_rate(rig: Rig, beside: Callable[[], object] | None = None) -> float:
+    """Bytes per second of reading all requests' experts, nothing else: with a source's threads and parts.
+
+    With `beside`, they are read over and over while that is done.
+    """
     stride = -(-rig.slot_bytes // 4096) * 4096
     slots = huge_buffer(WORKING_SLOTS * stride)
     populate(slots)
@@ -151,25 +156,33 @@ def raw_rate(rig: Rig) -> float:
                 parts.append((extent.path, extent.offset + at, place, nbytes))
                 place += nbytes
     files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in {part[0] for part in parts}}
-    todo, lock = iter(parts), threading.Lock()
+    todo, lock = iter(parts) if beside is None else itertools.cycle(parts), threading.Lock()
     failures: list[BaseException] = []
+    read_bytes = [0] * DEFAULT_THREADS
+    enough = threading.Event()
 
-    def work() -> None:
+    def work(number: int) -> None:
         try:
-            while True:
+            while not enough.is_set():
                 with lock:
                     part = next(todo, None)
                 if part is None:
                     return
                 path, offset, place, nbytes = part
                 assert os.preadv(files[path], [slots[place : place + nbytes]], offset) == nbytes
+                read_bytes[number] += nbytes
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(DEFAULT_THREADS)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(DEFAULT_THREADS)]
     began_s = time.perf_counter()
     for thread in threads:
         thread.start()
+    if beside is not None:
+        try:
+            beside()
+        finally:
+            enough.set()
     for thread in threads:
         thread.join()
     taken_s = time.perf_counter() - began_s
@@ -177,15 +190,14 @@ def raw_rate(rig: Rig) -> float:
         os.close(file)
     if failures:
         raise failures[0]
-    return sum(part[3] for part in parts) / taken_s
+    return sum(read_bytes) / taken_s
 
 
 def source_rate(rig: Rig) -> float:
     """Bytes per second of leasing all requests' experts, digests on, the next request made before one is taken."""
-    with rig.using() as source:
-        for layer in rig.layers[:2]:  # touch every slot
-            for lease in source.lease(layer, range(WORKING_SLOTS)):
-                lease.release()
+    with rig.using(working_slots=2 * WORKING_SLOTS) as source:
+        for lease in list(source.lease(rig.layers[0], range(2 * WORKING_SLOTS))):  # touch every slot
+            lease.release()
         before = source.stats().read_bytes
         began_s = time.perf_counter()
         streams: list[LeaseStream] = []
@@ -201,15 +213,23 @@ def source_rate(rig: Rig) -> float:
 
 
 def cached_decode(rig: Rig) -> dict[str, float]:
-    """One token after the other with all experts in memory: seconds and bytes touched per token."""
+    """One token after the other with all experts in memory: seconds and bytes touched per token, and both rates
+    when plain reads of experts go on beside it: on some machines memory and drive share what moves bytes."""
     with rig.using(cache_bytes=rig.all_bytes, verify="first") as source:
         rig.run(1)
         before = source.stats()
         seconds = rig.run(1)
+        slowed: list[float] = []
+        slowed_rate = raw_rate(rig, lambda: slowed.extend(rig.run(1)))
         assert source.stats().read_bytes == before.read_bytes
     experts = statistics.mean(sum(len(ids) for ids in asked.values()) for asked in rig.asked)
     payload_bytes = rig.container.expert_layout(rig.layers[0]).payload_bytes
-    return {"s": statistics.median(seconds), "bytes": rig.dense_bytes + experts * payload_bytes}
+    return {
+        "s": statistics.median(seconds),
+        "bytes": rig.dense_bytes + experts * payload_bytes,
+        "slowed_s": statistics.median(slowed),
+        "slowed_rate": slowed_rate,
+    }
 
 
 def streaming_decode(rig: Rig, mode: str, prefetch: int) -> dict[str, float]:
@@ -256,13 +276,17 @@ def decode_round(rig: Rig, memory: MemoryMeter, prefetch: int) -> dict[str, floa
     figures = {"memory_rate": memory.bytes_per_s(), "drive_rate": raw_rate(rig), "source_rate": source_rate(rig)}
     figures["source_of_drive"] = figures["source_rate"] / figures["drive_rate"]
     cached = cached_decode(rig)
-    figures["cached_s"] = cached["s"]
+    figures |= {f"cached_{name}": value for name, value in cached.items() if name != "bytes"}
     figures["cached_of_memory"] = cached["bytes"] / cached["s"] / figures["memory_rate"]
+    figures["slowed_of_drive"] = cached["slowed_rate"] / figures["drive_rate"]
     for mode in ("off", "on", "oracle"):
         told = streaming_decode(rig, mode, prefetch)
         drive_s = told["asked_bytes"] / figures["drive_rate"]
+        left_bytes = max(0, told["asked_bytes"] - cached["slowed_s"] * cached["slowed_rate"])
+        shared_s = cached["slowed_s"] + left_bytes / figures["drive_rate"]
         figures |= {f"{mode}_{name}": value for name, value in told.items()}
         figures[f"{mode}_of_limit"] = told["s"] / max(drive_s, cached["s"])
+        figures[f"{mode}_of_shared_limit"] = told["s"] / shared_s
     return figures
 
 
@@ -272,7 +296,7 @@ def main() -> None:
     parser.add_argument("--container", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--prefetch", type=int, default=8)
+    parser.add_argument("--prefetch", type=int, default=16)
     parser.add_argument("--chunks", default="", help="sizes of chunks to try prefill with")
     parser.add_argument("--prompt", type=int, default=64)
     arguments = parser.parse_args()

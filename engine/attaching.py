@@ -13,6 +13,7 @@ from pathlib import Path
 
 from k3.container.errors import DaemonError
 from k3.container.reader import Container
+from k3.engine.plan import MemoryPlan
 from k3.engine.settings import ModelSettings
 from k3.store.client import DaemonSource
 from k3.store.daemon_model import DaemonModel
@@ -59,8 +60,8 @@ def attach(settings: ModelSettings) -> Attachment:
         raise
 
 
-def open_experts(attachment: Attachment, settings: ModelSettings, cache_bytes: int) -> DaemonSource:
-    """The source of experts, which takes over the connection. `cache_bytes` are the fallback's."""
+def open_experts(attachment: Attachment, settings: ModelSettings, plan: MemoryPlan) -> DaemonSource:
+    """The source of experts, which takes over the connection. `plan` is the fallback's."""
     link, attachment.link = attachment.link, None
     identity = attachment.source.identity
     home, roots = settings.container or attachment.source.home, settings.roots
@@ -77,7 +78,7 @@ def open_experts(attachment: Attachment, settings: ModelSettings, cache_bytes: i
                 advice="Name the same container with --container and --dirs",
             )
         return FileSource(
-            container, cache_bytes=cache_bytes, prefetch_slots=settings.prefetch, direct=settings.direct,
+            container, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch, direct=settings.direct,
             verify=settings.verify,
         )  # fmt: skip
 

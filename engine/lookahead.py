@@ -1,14 +1,19 @@
 """Next-layer look-ahead (`--prefetch N`): experts that a layer will probably ask for, named before it does.
 
-Before a layer's attention, the router of the next layer with experts (mostly the layer itself) is applied to the
-stream as it is then. What it would choose is mostly what it will choose: the source may read these experts while
-the attention is computed and the drive would stand idle. A guess changes no result; it is taken back when the
-layer has asked for what it really needs. One thread.
+The router of the next layer with experts is applied to the stream as it is some steps before that layer: when
+the layer before it has asked for its own experts, and again before its attention, when the stream is nearly what
+it will be. What the router would choose is mostly what it will choose: the source may read these experts while
+the drive would stand idle. A guess changes no result; it is taken back when the layer has asked for what it needs.
+
+A guess that is still being read when the layer asks holds up what was asked for as long as a right one would have
+spared. So it pays to name an expert whose chance is a half or more, and `Record` keeps count of what the chances
+were: experts further down a ranking, and guesses made further ahead, are right less often. Where nothing can be
+foreseen, nothing is read ahead. One thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +22,40 @@ from k3 import kernels
 from k3.store.source import ExpertSource
 
 Array = npt.NDArray[np.float32]
+
+PAYS = 0.5
+"""Chance from which on an expert is worth naming."""
+
+MEMORY = 64
+"""Guesses of one kind after which the oldest count for half: routing changes with what a text is about."""
+
+
+class Record:
+    """How often the experts at each place of a ranking were right, for guesses of one kind."""
+
+    def __init__(self, places: int) -> None:
+        """Starts as if each of `places` places had been right once, so that each is tried."""
+        self._right = np.ones(places)
+        self._guessed = np.ones(places)
+
+    @property
+    def chances(self) -> npt.NDArray[np.float64]:
+        """Estimated chance of each place."""
+        return self._right / self._guessed
+
+    def add(self, ranking: Sequence[int], wanted: set[int]) -> None:
+        """Take in what became of one guess."""
+        if self._guessed[0] >= MEMORY:
+            self._right /= 2
+            self._guessed /= 2
+        self._right[: len(ranking)] += [expert in wanted for expert in ranking]
+        self._guessed[: len(ranking)] += 1
+
+    def worth(self, places: int) -> int:
+        """How many of the first `places` places it pays to name. Chances fall along a ranking: what is behind the
+        last place that pays is left out, and a place before it that does not (by accident) is not."""
+        paying = np.flatnonzero(self.chances[:places] >= PAYS)
+        return int(paying[-1]) + 1 if len(paying) else 0
 
 
 class LookAhead:
@@ -28,18 +67,31 @@ class LookAhead:
         self._most = most
         self._top_k = top_k
         self._cancel: Callable[[], None] = _nothing
-        self.last: Sequence[int] | None = None  # of the last layer that was foreseen, the likeliest first
+        self._records: dict[Hashable, Record] = {}
+        self._open: list[tuple[int, Record, Sequence[int]]] = []  # guesses, each with the layer that is to ask
+        self._named: Sequence[int] | None = None
+        self.last: Sequence[int] | None = None  # what was named last before the latest request
 
-    def foresee(self, layer: int, choice: Array) -> None:
-        """Hint at what `choice` [S, experts], the router's scores as they look now, would choose in a layer."""
-        self.last = self.likeliest(layer, choice)
-        earlier, self._cancel = self._cancel, self._experts.prefetch(layer, self.last)
+    def foresee(self, layer: int, choice: Array, steps: int) -> None:
+        """Hint at what `choice` [S, experts], the router's scores as they look now, would choose in a layer that
+        is `steps` steps (attentions and MLPs) away."""
+        ranking = self.likeliest(layer, choice)
+        record = self._records.setdefault((steps, len(choice) == 1), Record(self._most))
+        self._open.append((layer, record, ranking))
+        self._named = ranking[: record.worth(len(ranking))]
+        earlier, self._cancel = self._cancel, self._experts.prefetch(layer, self._named)
         earlier()  # only now: what both name goes on
 
-    def requested(self) -> None:
-        """The layer has asked for its experts: what was guessed wrong, and was not read yet, is left."""
+    def requested(self, layer: int, wanted: Sequence[int]) -> None:
+        """A layer has asked for the experts `wanted`: what was guessed wrong, and was not read yet, is left."""
         self._cancel()
         self._cancel = _nothing
+        self.last, self._named = self._named, None
+        asked = set(wanted)
+        for foreseen, record, ranking in self._open:
+            if foreseen == layer:  # not so where a pass ended early
+                record.add(ranking, asked)
+        self._open.clear()
 
     def likeliest(self, layer: int, choice: Array) -> Sequence[int]:
         """Experts in the order of their use: by tokens that would choose them, then by their best score."""

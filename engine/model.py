@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class Layer:
 
     def __init__(
         self, weights: Weights, index: int, config: ModelConfig, source: ModelSource, experts: ExpertSource,
-        options: ModelOptions, on_request: Callable[[], None],
+        options: ModelOptions,
     ) -> None:  # fmt: skip
         self.index = index
         self.starts_block = index % config.residual_block == 0
@@ -73,7 +73,6 @@ class Layer:
         self._config = config
         self._experts = experts
         self._options = options
-        self._on_request = on_request
         self._layout: ExpertLayout | None = None
         if index in config.moe_layers:
             _check_experts(source, index, config)
@@ -96,7 +95,7 @@ class Layer:
             return GatedMlp(self._weights, f"{self._name}.mlp", self._config)
         return LatentMoe(
             self._weights, f"{self._name}.block_sparse_moe", self.index, self._config, self._experts, self._layout,
-            exact=self._options.exact, keep_share=self._options.keep_share, on_request=self._on_request,
+            exact=self._options.exact, keep_share=self._options.keep_share,
         )  # fmt: skip
 
     @cached_property
@@ -124,9 +123,11 @@ class Layer:
         attention: Callable[[Array, Any, int], Array] = self._attention
         return attention(normed, state.layers[self.index], state.position)
 
-    def transform(self, mixed: Array) -> Array:
-        """The MLP half of the layer for a mixture [S, hidden], before it joins the stream."""
-        return self.mlp(kernels.rms_norm(mixed, self._mlp_norm, self._config.eps))
+    def transform(self, mixed: Array, on_request: Callable[[Sequence[int]], None] = lambda wanted: None) -> Array:
+        """The MLP half of the layer for a mixture [S, hidden], before it joins the stream. `on_request` is told
+        which experts the layer has asked for, when it has."""
+        normed = kernels.rms_norm(mixed, self._mlp_norm, self._config.eps)
+        return self.mlp(normed, on_request) if isinstance(self.mlp, LatentMoe) else self.mlp(normed)
 
     def foresee(self, blocks: Sequence[Array], stream: Array) -> Array:
         """What the layer's router would rank experts by for the stream [S, hidden] as it is now: [S, experts]."""
@@ -187,13 +188,11 @@ class Model:
         self._weights = weights
         self._embeddings = weights.matrix("model.embed_tokens.weight")
         self.layers = [
-            Layer(weights, index, self.config, self._source, self._experts, self.options, self._requested)
+            Layer(weights, index, self.config, self._source, self._experts, self.options)
             for index in self.config.layers
         ]
-        with_experts = [layer for layer in self.layers if layer.index in self.config.moe_layers]
-        self._foreseen = {
-            layer.index: next((later for later in with_experts if later.index >= layer.index), None)
-            for layer in self.layers
+        self._routers = {  # by their steps: a layer takes two, its attention and its MLP
+            2 * layer.index + 1: layer for layer in self.layers if layer.index in self.config.moe_layers
         }
 
     @cached_property
@@ -261,13 +260,14 @@ class Model:
         mixed = layer.attention_mix(blocks, stream)
         if layer.starts_block:
             blocks.append(stream)
-        self._foresee(layer.index, blocks, stream)
+        self._foresee(2 * layer.index, blocks, stream)
         attended = layer.attend(mixed, state)
         stream = attended if layer.starts_block else stream + attended
-        if layer.index not in self.config.moe_layers:  # time for one more, and better, guess at the next that has
-            self._foresee(layer.index, blocks, stream)
         middle_ns = time.monotonic_ns()
-        stream = stream + layer.transform(layer.mlp_mix(blocks, stream))
+        if layer.index not in self.config.moe_layers:
+            self._foresee(2 * layer.index + 1, blocks, stream)
+        requested = partial(self._requested, layer, blocks, stream)
+        stream = stream + layer.transform(layer.mlp_mix(blocks, stream), requested)
         if self._tracer.enabled:
             self._trace_layer(layer, state, stream, began_ns, middle_ns, read_before)
         if self._routes is not None and isinstance(layer.mlp, LatentMoe):
@@ -276,16 +276,19 @@ class Model:
             self._routes.add(layer.index, routing.kept.sum(axis=-1), routing.experts[routing.kept])
         return stream
 
-    def _foresee(self, index: int, blocks: Sequence[Array], stream: Array) -> None:
-        """Guess for the next layer with experts, from `index` on. Not before all weights are there."""
-        foreseen = self._foreseen[index]
-        if self.look_ahead is not None and foreseen is not None and self._complete:
-            self.look_ahead.foresee(foreseen.index, foreseen.foresee(blocks, stream))
-
-    def _requested(self) -> None:
-        """A layer has asked for its experts."""
+    def _requested(self, layer: Layer, blocks: Sequence[Array], stream: Array, wanted: Sequence[int]) -> None:
+        """A layer has asked for its experts: time to guess for the one behind it."""
         if self.look_ahead is not None:
-            self.look_ahead.requested()
+            self.look_ahead.requested(layer.index, wanted)
+            self._foresee(2 * layer.index + 1, blocks, stream)
+
+    def _foresee(self, step: int, blocks: Sequence[Array], stream: Array) -> None:
+        """Guess, at a step of the pass, what the next layer with experts behind it will ask for. Not before all
+        weights are there."""
+        router = next((at for at in self._routers if at > step), None)
+        if self.look_ahead is not None and self._complete and router is not None:
+            layer = self._routers[router]
+            self.look_ahead.foresee(layer.index, layer.foresee(blocks, stream), router - step)
 
     def _trace_layer(
         self, layer: Layer, state: State, stream: Array, began_ns: int, middle_ns: int, read_before: int

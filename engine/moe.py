@@ -12,7 +12,7 @@ expert lay, on what was cached, or on how the tokens were cut into chunks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,9 +97,7 @@ class LatentMoe:
         *,
         exact: bool,
         keep_share: float = 1.0,
-        on_request: Callable[[], None] | None = None,
     ) -> None:
-        """`on_request` is called when the layer's experts have been asked for."""
         self.router = Router(weights, name, layer, config.moe, keep_share)
         self._down = weights.matrix(f"{name}.routed_expert_down_proj.weight")
         self._norm = weights.floats(f"{name}.routed_expert_norm.weight")
@@ -110,21 +108,21 @@ class LatentMoe:
         self._source = source
         self._matrices = expert_matrices(layout, config, layer)
         self._exact = exact
-        self._on_request = on_request
         self.last_routing: Routing | None = None
         self.last_wait_ns = 0
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, on_request: Callable[[Sequence[int]], None]) -> Array:
         """x [S, hidden], normed -> [S, hidden]. Raises what the expert source raises.
 
-        `last_routing` and `last_wait_ns` (time spent waiting for experts) are left for whoever traces.
+        `on_request` is told which experts were asked for, when the drives have begun with them. `last_routing` and
+        `last_wait_ns` (time spent waiting for experts) are left for whoever traces.
         """
         routing = self.last_routing = self.router(x)
         self.last_wait_ns = 0
-        stream = self._source.lease(self._layer, routing.wanted())
+        wanted = routing.wanted()
+        stream = self._source.lease(self._layer, wanted)
         try:  # the drives are busy from here on; do everything that needs no expert first
-            if self._on_request is not None:
-                self._on_request()
+            on_request(wanted)
             z = self._down(x)
             shared = None if self._shared is None else self._shared(x)
             total = ExpertSum(routing, self._config.moe.latent)

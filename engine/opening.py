@@ -25,7 +25,7 @@ from k3.container.snapshot import Snapshot
 from k3.engine.config import ModelConfig, parse_layers, token_ids
 from k3.engine.lookahead import LookAhead
 from k3.engine.model import Model, ModelOptions
-from k3.engine.plan import Source, plan_memory
+from k3.engine.plan import MemoryPlan, Source, plan_memory
 from k3.engine.settings import ModelSettings, SettingsError
 from k3.engine.tokenizer import Tokenizer, read_json_object
 from k3.engine.trace import Tracer
@@ -184,13 +184,13 @@ def load_model(
     if isinstance(found.source, Container):
         found.loading = DenseLoad(found.source, found.names, on_read=on_read, on_end=on_loaded)
     try:
-        experts = _open_experts(found, settings, plan.cache_bytes)
+        experts = _open_experts(found, settings, plan)
         try:
             model = Model(
                 found.source, found.config, experts,
                 model_options(settings),
                 tracer=tracer, routes=routes, on_read=None if found.loading else on_read, loading=found.loading,
-                look_ahead=_look_ahead(found, settings, experts),
+                look_ahead=LookAhead(experts, plan.prefetch, found.config.moe.top_k) if plan.prefetch else None,
             )  # fmt: skip
         except BaseException:
             experts.close()
@@ -204,19 +204,15 @@ def load_model(
     return model, experts
 
 
-def _open_experts(found: FoundModel, settings: ModelSettings, cache_bytes: int) -> ExpertSource:
+def _open_experts(found: FoundModel, settings: ModelSettings, plan: MemoryPlan) -> ExpertSource:
     if found.attachment is not None:
         from k3.engine.attaching import open_experts
 
-        return open_experts(found.attachment, settings, cache_bytes)
+        return open_experts(found.attachment, settings, plan)
     return FileSource(
-        found.source, cache_bytes=cache_bytes, prefetch_slots=settings.prefetch, direct=settings.direct,
+        found.source, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch, direct=settings.direct,
         verify=settings.verify,
     )  # fmt: skip
-
-
-def _look_ahead(found: FoundModel, settings: ModelSettings, experts: ExpertSource) -> LookAhead | None:
-    return LookAhead(experts, settings.prefetch, found.config.moe.top_k) if settings.prefetch else None
 
 
 def model_options(settings: ModelSettings) -> ModelOptions:

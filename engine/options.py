@@ -124,10 +124,10 @@ _HOW_TO_RUN = (
     click.option(
         "--prefetch",
         type=click.IntRange(0, 1024),
-        default=0,
         show_envvar=True,
         envvar="K3_PREFETCH",
-        help="Look ahead: let at most this many experts of a layer be read before it asks for them; 0 is off.",
+        help="Look ahead: let at most this many experts of a layer be read before it asks for them; 0 is off.  "
+        "[default: as many as a token uses; 0 when all experts fit in memory or a daemon has them]",
     ),
     click.option(
         "--direct/--no-direct",

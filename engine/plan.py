@@ -52,7 +52,7 @@ class MemoryPlan:
     """The need of a run, the limit it has to keep to, and where the bytes go.
 
     `parts` is the need's `dense_bytes` by what they are for; `cached_experts` are how many the cache holds, of
-    `experts` in all.
+    `experts` in all; `prefetch` are those that may be read on a guess.
     """
 
     need: Need
@@ -62,6 +62,7 @@ class MemoryPlan:
     slot_bytes: int
     experts: int
     expert_bytes: int  # of the largest
+    prefetch: int
 
     @property
     def cache_bytes(self) -> int:
@@ -89,10 +90,17 @@ def plan_memory(
     chunk: int,
     every_logit: bool,
 ) -> MemoryPlan:
-    """What a run of `capacity` tokens needs that reads the dense tensors `names`."""
+    """What a run of `capacity` tokens needs that reads the dense tensors `names`.
+
+    Unless the settings say how many, as many experts as a token uses may be read on a guess, so long as this
+    process reads experts at all, and does not come to have all of them in memory.
+    """
     layers = [layer for layer in config.layers if layer in config.moe_layers]
     own_cache = settings.store is None or settings.fallback == "file"  # else the daemon has it
     slot_bytes = max((buffer_bytes(source.expert_layout(layer)) for layer in layers), default=0)
+    prefetch = settings.prefetch
+    if prefetch is None:
+        prefetch = config.moe.top_k if layers and settings.store is None else 0
     parts = dict.fromkeys(DENSE_PARTS, 0)
     for name in names:
         parts[dense_part(name, config)] += dense_bytes(source, name) + widened_bytes(source, name)
@@ -102,15 +110,17 @@ def plan_memory(
         state_bytes=state_bytes(config, capacity),
         activation_bytes=activation_bytes(config, min(chunk, capacity), every_logit=every_logit)
         + scores_bytes(config, capacity, min(chunk, capacity)),
-        working_bytes=slot_bytes * (WORKING_SLOTS + settings.prefetch) if layers and own_cache else 0,
+        working_bytes=slot_bytes * (WORKING_SLOTS + prefetch) if layers and own_cache else 0,
         cache_bytes=settings.expert_bytes or 0,
     )
     experts = sum(source.expert_count(layer) for layer in layers)
     if settings.expert_bytes is None and settings.store is None:
         left_bytes = max(0, limit.free_bytes - need.total_bytes)
         need = replace(need, cache_bytes=int(min(slot_bytes * experts, left_bytes * AUTO_CACHE_SHARE)))
+    if settings.prefetch is None and need.cache_bytes >= slot_bytes * experts:
+        need, prefetch = replace(need, working_bytes=need.working_bytes - slot_bytes * prefetch), 0
     largest_bytes = max((source.expert_layout(layer).payload_bytes for layer in layers), default=0)
-    return MemoryPlan(need, limit, parts, capacity, slot_bytes, experts, largest_bytes)
+    return MemoryPlan(need, limit, parts, capacity, slot_bytes, experts, largest_bytes, prefetch)
 
 
 def dense_part(name: str, config: ModelConfig) -> str:

@@ -219,6 +219,7 @@ def _fits(memory: MemoryPlan) -> bool:
 def _memory_rows(planned: Planned) -> list[tuple[str, str]]:
     memory, need = planned.memory, planned.memory.need
     guess = " (assumed: give a prompt or --max-tokens)" if planned.assumed else ""
+    ahead = f", {memory.prefetch} of them on a guess" if memory.prefetch else ""
     rows = [(name, gb(size)) for name, size in memory.parts.items() if size]
     rows.append(("dense weights", gb(need.dense_bytes)))
     if need.load_bytes:
@@ -226,7 +227,7 @@ def _memory_rows(planned: Planned) -> list[tuple[str, str]]:
     rows += [
         (f"context of {memory.capacity:,} tokens{guess}", gb(need.state_bytes)),
         (f"activations, {planned.chunk} tokens a pass", gb(need.activation_bytes)),
-        ("experts being read or multiplied", gb(need.working_bytes)),
+        (f"experts being read or multiplied{ahead}", gb(need.working_bytes)),
         (f"expert cache, {memory.cached_experts:,} of {memory.experts:,}", gb(need.cache_bytes)),
         ("at once, at most", gb(need.total_bytes)),
     ]
@@ -283,6 +284,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             "context_bytes_per_1000_tokens": state_bytes(config, 1000) - state_bytes(config, 0),
             "activation_bytes": need.activation_bytes,
             "working_bytes": need.working_bytes,
+            "prefetch": memory.prefetch,
             "cache_bytes": need.cache_bytes,
             "cached_experts": memory.cached_experts,
             "experts": memory.experts,

@@ -41,7 +41,7 @@ class ModelSettings:
     exact: bool = False
     keep_share: float = 1.0
     expert_bytes: int | None = None
-    prefetch: int = 0  # experts that look-ahead may have read for a layer before it asks
+    prefetch: int | None = None  # experts that look-ahead may have read before a layer asks; None: see plan.py
     direct: bool = True
     verify: Verify = "always"
     threads: int | None = None

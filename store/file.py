@@ -43,8 +43,8 @@ from k3.store.source import BudgetError, Lease, SourceStats, checked_request, po
 
 Verify = Literal["always", "first", "never"]
 
-WORKING_SLOTS = 32
-"""Experts that can be held without any cache: two layers of the 16 that a token of the real model picks."""
+WORKING_SLOTS = 16
+"""Experts that can be held without any cache: as many as a token of the real model picks in a layer."""
 
 DEFAULT_THREADS = 8
 """Reads in flight: bench/io_engines.py shows what a drive gains from more."""
@@ -120,7 +120,7 @@ class FileSource:
         self._part_bytes = part_bytes
         self._tickets = self._all_tickets = len(self._slots) - prefetch_slots
         self._flights: dict[ExpertKey, Flight[_Request]] = {}
-        self._queue: FlightQueue[_Request] = FlightQueue(max(1, threads // 2))
+        self._queue: FlightQueue[_Request] = FlightQueue(max(1, threads - 1))
         self._hints: deque[tuple[object, ExpertKey]] = deque()  # prefetches that were not begun
         self._guesses = 0  # flights that nobody waits for
         self._verified: set[ExpertKey] = set()

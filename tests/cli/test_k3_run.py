@@ -333,12 +333,14 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_look_ahead_is_counted_and_changes_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     arguments = ["--snapshot", TINY, "--ids", "1,2,3", "--ngen", "6", "--ignore-eos", "--expert-gb", "0", "--json"]
-    plain = json.loads(k3_run(*arguments).stdout.splitlines()[-1])
+    plain = json.loads(k3_run(*arguments, "--prefetch", "0").stdout.splitlines()[-1])
     ahead = json.loads(k3_run(*arguments, "--prefetch", "3", "--trace", str(trace)).stdout.splitlines()[-1])
-    assert ahead["ids"] == plain["ids"]
+    usual = json.loads(k3_run(*arguments).stdout.splitlines()[-1])
+    assert ahead["ids"] == usual["ids"] == plain["ids"]
     assert plain["prefetched"] == plain["prefetch_hits"] == 0
-    assert ahead["prefetched"] >= ahead["prefetch_hits"] >= 0
-    assert ahead["prefetched"] > 0
+    for report in (ahead, usual):
+        assert report["prefetched"] >= report["prefetch_hits"] >= 0
+        assert report["prefetched"] > 0
     layers = [line for line in map(json.loads, trace.read_text().splitlines()) if line["type"] == "layer"]
-    assert {len(line["foreseen"]) for line in layers if line["layer"] > 0 and line["pass"] > 0} == {3}
+    assert max(len(line["foreseen"]) for line in layers if line["layer"] > 0 and line["pass"] > 0) == 3
     assert {line["foreseen"] for line in layers if line["layer"] == 0} == {None}

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import Array, all_logits, golden, snapshot
+from hypothesis import given
+from hypothesis import strategies as st
 
 from k3.engine.config import ModelConfig
-from k3.engine.lookahead import LookAhead
+from k3.engine.lookahead import PAYS, LookAhead, Record
 from k3.engine.model import Model, ModelOptions
 from k3.engine.session import Session
 from k3.store.file import FileSource
@@ -73,16 +75,23 @@ def test_the_bits_are_the_same(most: int, chunk: int) -> None:
         assert stats.hits + stats.joined + stats.misses == asked
 
 
-def test_hints_come_before_the_layer_and_are_taken_back_when_it_has_asked() -> None:
+def test_a_layer_is_foreseen_until_it_asks_and_the_next_one_from_then_on() -> None:
     with looking_ahead(4) as (model, experts):
         session = Session(model, 2, 1)
         session.step(1)
         first = len(experts.events)
         session.step(2)
-    # The first layer is dense: before each of its halves the layer after it is foreseen, better every time.
+    # The first layer is dense: before each of its halves the layer after it is foreseen, better every time. Each
+    # guess takes back the one before it.
     orders = [(what, layer) for what, layer, _ in experts.events[first:]]
-    assert orders[:7] == [("hint", 1), *[("hint", 1), ("cancel", 1)] * 2, ("lease", 1), ("cancel", 1)]
-    assert orders[7:] == [(what, layer) for layer in (2, 3, 4) for what in ("hint", "lease", "cancel")]
+    assert orders[:5] == [("hint", 1), *[("hint", 1), ("cancel", 1)] * 2]
+    for layer in (1, 2, 3):
+        at = orders.index(("lease", layer))
+        assert orders[at : at + 5] == [
+            ("lease", layer), ("cancel", layer), ("hint", layer + 1), ("hint", layer + 1), ("cancel", layer + 1),
+        ]  # fmt: skip
+    assert orders[-2:] == [("lease", 4), ("cancel", 4)]
+    assert len(orders) == 5 + 3 * 5 + 2
     assert all(len(ids) <= 4 for what, _, ids in experts.events if what == "hint")
 
 
@@ -93,12 +102,71 @@ def test_what_is_foreseen_is_mostly_what_is_asked_for() -> None:
         for token in golden("tiny_s1")["input_ids"].tolist():
             session.step(token)
     right = guessed = 0
-    for (what, layer, ids), (then, asking, asked) in zip(experts.events, experts.events[1:], strict=False):
-        if (what, then) == ("hint", "lease"):
-            assert layer == asking
-            right, guessed = right + len({*ids} & {*asked}), guessed + len(ids)
-    assert guessed == 3 * 4 * 24
+    named: tuple[int, ...] = ()
+    for what, layer, ids in experts.events[1:]:
+        if what == "hint":
+            foreseen, named = layer, ids
+        elif what == "lease" and named:
+            assert layer == foreseen
+            right, guessed = right + len({*ids} & {*named}), guessed + len(named)
+    assert guessed > 3 * 24
     assert right / guessed > 0.5
+
+
+def test_only_places_that_are_right_half_of_the_time_are_named() -> None:
+    """Guesses whose first two places are always right, and whose others a third of the time; then nothing is."""
+    named: list[list[int]] = []
+    look_ahead = LookAhead(_Noting(named), 4, 2)  # type: ignore[arg-type]
+    choice = np.array([[0.9, 0.8, 0.7, 0.6, 0.5, 0.4]], np.float32)
+    for turn in range(60):
+        look_ahead.foresee(3, choice, 1)
+        look_ahead.requested(3, [0, 1] if turn % 3 else [0, 1, 2, 3])
+    assert named[0] == [0, 1, 2, 3]
+    assert named[-1] == [0, 1]
+    for _ in range(200):
+        look_ahead.foresee(3, choice, 1)
+        look_ahead.requested(3, [4, 5])
+    assert named[-1] == []
+    look_ahead.foresee(3, choice, 2)  # made further ahead: another kind, of which nothing is known yet
+    assert named[-1] == [0, 1, 2, 3]
+    for _ in range(200):
+        look_ahead.foresee(3, choice, 1)
+        look_ahead.requested(3, [0, 1])
+    assert named[-1] == [0, 1]  # it is seen without being named
+
+
+def test_a_guess_that_nobody_came_for_is_not_held_against_another_layer() -> None:
+    named: list[list[int]] = []
+    look_ahead = LookAhead(_Noting(named), 2, 2)  # type: ignore[arg-type]
+    choice = np.array([[0.9, 0.8, 0.7]], np.float32)
+    for _ in range(50):
+        look_ahead.foresee(3, choice, 1)
+        look_ahead.requested(4, [2])
+    look_ahead.foresee(3, choice, 1)
+    assert named[-1] == [0, 1]
+
+
+@given(st.lists(st.tuples(st.permutations(range(6)), st.sets(st.integers(0, 5))), max_size=300))
+def test_a_record_keeps_shares(guesses: list[tuple[list[int], set[int]]]) -> None:
+    record = Record(6)
+    for ranking, wanted in guesses:
+        record.add(ranking, wanted)
+        assert ((record.chances >= 0) & (record.chances <= 1)).all()
+        worth = record.worth(6)
+        assert (record.chances[worth:] < PAYS).all()
+        assert worth == 0 or record.chances[worth - 1] >= PAYS
+        assert record.worth(3) <= 3
+
+
+class _Noting:
+    """Notes what is named."""
+
+    def __init__(self, named: list[list[int]]) -> None:
+        self._named = named
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
+        self._named.append(list(experts))
+        return lambda: None
 
 
 class _Nothing:

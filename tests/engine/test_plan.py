@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +89,19 @@ def test_the_cache_holds_what_was_planned(free_bytes: float, expert_bytes: int |
     experts.close()
     assert plan.need.total_bytes <= free_bytes
     plan.check()
+
+
+def test_look_ahead_has_room_only_where_experts_are_read() -> None:
+    def planned_slots(free_bytes: float = math.inf, **settings: Any) -> tuple[int, int]:
+        _, plan = planned(ModelSettings(snapshot=(VECTORS / "tiny_s1",), **settings), free_bytes)
+        return plan.prefetch, plan.need.working_bytes // plan.slot_bytes
+
+    top_k = CONFIG.moe.top_k
+    assert planned_slots() == (0, WORKING_SLOTS)  # all experts have room in memory
+    assert planned_slots(expert_bytes=0) == (top_k, WORKING_SLOTS + top_k)
+    assert planned_slots(6e6) == (top_k, WORKING_SLOTS + top_k)
+    assert planned_slots(prefetch=3) == (3, WORKING_SLOTS + 3)
+    assert planned_slots(expert_bytes=0, prefetch=0) == (0, WORKING_SLOTS)
 
 
 def test_a_container_needs_nothing_on_top_while_it_is_loaded(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -410,12 +411,12 @@ def test_k3_run_keeps_whole_passes_when_interrupted_and_nothing_when_it_fails(
 
     plain_call, calls = LatentMoe.__call__, 0
 
-    def failing(self: LatentMoe, x: np.ndarray) -> np.ndarray:
+    def failing(self: LatentMoe, x: np.ndarray, on_request: Callable[[Sequence[int]], None]) -> np.ndarray:
         nonlocal calls
         calls += 1
         if calls == 3 * 4 + 2:  # in the second of four layers with experts of the fourth pass
             raise error
-        return plain_call(self, x)
+        return plain_call(self, x, on_request)
 
     monkeypatch.setattr(LatentMoe, "__call__", failing)
     path = tmp_path / "routes"
