@@ -3,7 +3,8 @@
 One region of huge pages holds them all. Reading threads fill it piece by piece in the order of use, past the page
 cache and straight to its place; one thread makes pages present ahead of them, since a direct read into untouched
 memory faults them in one by one; one thread follows and compares every extent with its digest. Only then is a
-tensor handed out, as a view: nothing is copied, and no byte is seen that was not checked.
+tensor handed out, as a view: nothing is copied, and no byte is seen that was not checked. NumPy is imported by the
+first `take`, so that a load can begin before there is time for that.
 
 A read that fails, or whose bytes differ from the digest, is tried once more (`retries` counts). The first tensor,
 in the order of use, that fails again ends the load: its error is raised by every `take` that would have to wait.
@@ -12,7 +13,7 @@ in the order of use, that fails again ends the load: its error is raised by ever
 
 * A piece's pages are made present by exactly one thread, and are present before it is read.
 * A piece belongs to the thread that reads it until it has landed; from then on to the checking thread.
-* A tensor in `_ready` has been checked; nothing is ever written to it again.
+* A tensor in `_ready`, by the number of its last extent, has been checked; nothing is ever written to it again.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from k3.container import checksum
 from k3.container.dense_plan import PIECE_BYTES, Placed, plan_dense
-from k3.container.direct import Bytes, ReadFile
+from k3.container.direct import ReadFile
 from k3.container.errors import DamageError, DriveError, K3Error
 from k3.container.huge_pages import HugePages, huge_pages
-from k3.container.pages import huge_buffer, populate
-from k3.container.reader import Container, encoded_tensor
+from k3.container.pages import huge_memory, populate
+from k3.container.reader import Container
 from k3.container.source import EncodedTensor
+
+if TYPE_CHECKING:
+    from k3.container.direct import Bytes
 
 LANES = 4
 """Reads in flight."""
@@ -72,7 +77,7 @@ class DenseLoad:
         self._container = container
         self._entries = {name: container.tensor(name) for name in names}
         self._plan = plan_dense([self._entries[name] for name in names], piece_bytes)
-        self._region = huge_buffer(self._plan.nbytes)
+        self._region = huge_memory(self._plan.nbytes)
         self._on_read, self._on_end = on_read, on_end
         self._opener = opener
         self._lock = threading.Lock()
@@ -83,7 +88,7 @@ class DenseLoad:
         self._landed: list[bool] = [False] * pieces
         self._failed: dict[int, Exception] = {}
         self._next = 0
-        self._ready: dict[str, EncodedTensor] = {}
+        self._ready: dict[str, int] = {}
         self._failure: Exception | None = None
         self._stopped = False
         self._files: dict[int, ReadFile] = {}
@@ -118,11 +123,12 @@ class DenseLoad:
         with self._lock:
             while name not in self._ready and self._failure is None and not self._stopped:
                 self._checked.wait()
-            if name in self._ready:
-                return self._ready.pop(name)
-            if self._failure is not None:
-                raise self._failure
-            raise ValueError(f"the load was closed before {name} was taken")
+            if name not in self._ready:
+                if self._failure is not None:
+                    raise self._failure
+                raise ValueError(f"the load was closed before {name} was taken")
+            place = self._ready.pop(name)
+        return self._tensor(name, place)
 
     def close(self) -> None:
         """Stop reading, and wait for the reads in flight. Tensors that were taken stay as they are."""
@@ -295,24 +301,30 @@ class DenseLoad:
 
     def _hand_out(self, name: str, place: int, *, is_last: bool) -> None:
         """Make a tensor takeable whose last extent is number `place`."""
-        entry = self._entries[name]
-        if entry.scales is None:
-            weights, scales = self._view(self._plan.extents[place]), None
-        else:
-            weights, scales = (self._view(self._plan.extents[at]) for at in (place - 1, place))
-        tensor = encoded_tensor(name, entry.encoding, entry.dtype, entry.shape, weights, scales)
         if self._on_read is not None:
             self._on_read(name)
         if is_last:  # before it can be taken: whoever has taken everything has also been told of the end
             self._end()
         with self._lock:
-            self._ready[name] = tensor
+            self._ready[name] = place
             self._checked.notify_all()
 
+    def _tensor(self, name: str, place: int) -> EncodedTensor:
+        """A checked tensor whose last extent is number `place`, as arrays."""
+        from k3.container.encoded import encoded_tensor
+
+        entry = self._entries[name]
+        if entry.scales is None:
+            weights, scales = self._view(self._plan.extents[place]), None
+        else:
+            weights, scales = (self._view(self._plan.extents[at]) for at in (place - 1, place))
+        return encoded_tensor(name, entry.encoding, entry.dtype, entry.shape, weights, scales)
+
     def _view(self, placed: Placed) -> Bytes:
-        view = self._region[placed.start : placed.start + placed.extent.payload_bytes]
-        view.flags.writeable = False
-        return view
+        import numpy as np
+
+        payload = self._region[placed.start : placed.start + placed.extent.payload_bytes]
+        return np.frombuffer(payload.toreadonly(), dtype=np.uint8)
 
     def _end(self) -> None:
         """Note the time and tell of the end, the first time."""

@@ -4,7 +4,8 @@
 proves nothing) and say in `.direct` what was found. All loops over short transfers, interrupted calls and
 ends of file are here. Bytes that could not be read are an error, never zeros.
 
-Both are safe for concurrent calls from several threads on different buffers.
+Both are safe for concurrent calls from several threads on different buffers. Imports no NumPy: a command begins to
+read before it has time for that.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from k3.container.errors import DriveError, SpaceError
 from k3.container.keys import PAGE_BYTES, page_ceil
 
-Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 Preadv = Callable[[int, Sequence[Any], int], int]
 Pwritev = Callable[[int, Sequence[Any], int], int]
 
@@ -35,6 +37,7 @@ STALLS_MAX = 8
 """Writes in a row that may come out shorter than a page before the drive is given up."""
 
 _Self = TypeVar("_Self", bound="_File")
+_Buffer = TypeVar("_Buffer", Bytes, memoryview)
 
 _ADVICE = {
     errno.EACCES: "Check the permissions and the mount options of this place",
@@ -50,6 +53,8 @@ _REFUSES_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 def aligned_buffer(nbytes: int) -> Bytes:
     """A zeroed, page-aligned buffer of `nbytes` rounded up to whole pages. Allocate once and reuse."""
+    import numpy as np
+
     return np.frombuffer(mmap.mmap(-1, max(PAGE_BYTES, page_ceil(nbytes))), dtype=np.uint8)
 
 
@@ -139,7 +144,7 @@ class ReadFile(_File):
                 return -1
             raise
         try:
-            os.preadv(fd, [aligned_buffer(PAGE_BYTES)], 0)
+            os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
         except OSError as error:
             os.close(fd)
             if error.errno in _REFUSES_DIRECT:
@@ -147,7 +152,7 @@ class ReadFile(_File):
             raise
         return fd
 
-    def read(self, offset: int, length: int, into: Bytes) -> Bytes:
+    def read(self, offset: int, length: int, into: _Buffer) -> _Buffer:
         """Read exactly [offset, offset + length) and return it as a view of `into`.
 
         `into` is page-aligned and holds at least `span_bytes(offset, length)`; the view starts
@@ -182,7 +187,7 @@ class ReadFile(_File):
                     done = self._read_page_buffered(start, page, min(need, page + PAGE_BYTES), into)
         return into[skip : skip + length]
 
-    def _transfer(self, position: int, target: Bytes) -> int:
+    def _transfer(self, position: int, target: Bytes | memoryview) -> int:
         while True:
             try:
                 return self._preadv(self._fd, [target], position)
@@ -191,7 +196,7 @@ class ReadFile(_File):
             except OSError as error:
                 raise drive_error("cannot read", error, self.path, position) from error
 
-    def _read_page_buffered(self, start: int, page: int, stop: int, into: Bytes) -> int:
+    def _read_page_buffered(self, start: int, page: int, stop: int, into: Bytes | memoryview) -> int:
         """Finish one page through the page cache: some devices return part of a page and stand still."""
         try:
             with open(self.path, "rb", buffering=0) as file:

@@ -1,6 +1,6 @@
 """What large buffers got of the huge pages that were asked for, by the kernel's word, and how a user is told.
 
-`pages.huge_buffer` only asks. Where the kernel refuses (it is set to, something has barred the process, memory is
+`pages.huge_memory` only asks. Where the kernel refuses (it is set to, something has barred the process, memory is
 in pieces) buffers lie in pages of 4 KiB, and everything works, slower. Whoever owns such buffers looks once, when
 the work is done: a look makes the kernel list every mapping of the process, and walk what is in small pages.
 """
@@ -12,10 +12,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from k3.container.console import format_size
-from k3.container.direct import Bytes
-from k3.container.pages import HUGE_PAGE_BYTES
+from k3.container.pages import HUGE_PAGE_BYTES, address
+
+if TYPE_CHECKING:
+    from k3.container.direct import Bytes
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _SMAPS = Path("/proc/self/smaps")
@@ -50,20 +53,20 @@ class HugePages:
         )
 
 
-def huge_pages(buffers: Iterable[Bytes]) -> HugePages:
+def huge_pages(buffers: Iterable[Bytes | memoryview]) -> HugePages:
     """What buffers made by `huge_buffer` got, as far as they are in use now. Whole ones, not parts of them.
 
     Less than one huge page is nothing that was asked for. Neither is anything where the kernel does not tell
     (no /proc/self/smaps).
     """
-    sizes = {buffer.ctypes.data: len(buffer) for buffer in buffers if len(buffer) >= HUGE_PAGE_BYTES}
+    sizes = {address(buffer): len(buffer) for buffer in buffers if len(buffer) >= HUGE_PAGE_BYTES}
     found = HugePages()
     if sizes and _SMAPS.exists():
         with _SMAPS.open() as lines:
             for addresses, resident_bytes, huge_bytes in _mappings(lines):
                 # One, that is the whole mapping; only a kernel without huge pages lets several share one.
-                for address in filter(addresses.__contains__, sizes):
-                    used_bytes = min(resident_bytes, sizes[address]) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+                for start in filter(addresses.__contains__, sizes):
+                    used_bytes = min(resident_bytes, sizes[start]) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
                     found += HugePages(max(used_bytes, huge_bytes), huge_bytes)
     return found
 

@@ -14,8 +14,6 @@ import errno
 import mmap
 import os
 
-import numpy as np
-
 from k3.container.direct import Bytes
 from k3.container.keys import PAGE_BYTES, page_ceil
 
@@ -32,6 +30,13 @@ _libc.madvise.restype = ctypes.c_int
 
 
 def huge_buffer(nbytes: int) -> Bytes:
+    """`huge_memory` as an array."""
+    import numpy as np
+
+    return np.frombuffer(huge_memory(nbytes), dtype=np.uint8)
+
+
+def huge_memory(nbytes: int) -> memoryview:
     """A zeroed buffer of `nbytes` rounded up to whole pages, none of them present yet.
 
     From 2 MiB on it begins on a huge page's boundary, and huge pages are asked for; a system that has none
@@ -40,31 +45,35 @@ def huge_buffer(nbytes: int) -> Bytes:
     capacity = max(PAGE_BYTES, page_ceil(nbytes))
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if capacity < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return np.frombuffer(mmap.mmap(-1, capacity, flags=flags), dtype=np.uint8)
+        return memoryview(mmap.mmap(-1, capacity, flags=flags))
     # Untouched pages on both sides keep it a mapping of its own, which `huge_pages` finds by its address.
-    area = mmap.mmap(-1, capacity + HUGE_PAGE_BYTES + PAGE_BYTES, flags=flags)
-    whole: Bytes = np.frombuffer(area, dtype=np.uint8)
-    skip = PAGE_BYTES + -(whole.ctypes.data + PAGE_BYTES) % HUGE_PAGE_BYTES
+    whole = memoryview(mmap.mmap(-1, capacity + HUGE_PAGE_BYTES + PAGE_BYTES, flags=flags))
+    skip = PAGE_BYTES + -(address(whole) + PAGE_BYTES) % HUGE_PAGE_BYTES
     buffer = whole[skip : skip + capacity]
     # Refused (EINVAL) by a kernel that was built without huge pages: small ones do as well.
-    _libc.madvise(buffer.ctypes.data, capacity, mmap.MADV_HUGEPAGE)
+    _libc.madvise(address(buffer), capacity, mmap.MADV_HUGEPAGE)
     return buffer
 
 
-def populate(buffer: Bytes) -> None:
+def address(buffer: Bytes | memoryview) -> int:
+    """Where a writable buffer begins in memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def populate(buffer: Bytes | memoryview) -> None:
     """Make the pages under `buffer` present. What it holds stays; nobody may write to it meanwhile.
 
     `buffer` begins on a page. MemoryError when the system gives no more memory.
     """
     if not len(buffer):
         return
-    address = buffer.ctypes.data
-    assert address % PAGE_BYTES == 0
-    if _libc.madvise(address, page_ceil(len(buffer)), _POPULATE_WRITE) == 0:
+    start = address(buffer)
+    assert start % PAGE_BYTES == 0
+    if _libc.madvise(start, page_ceil(len(buffer)), _POPULATE_WRITE) == 0:
         return
     number = ctypes.get_errno()
     if number in _REFUSES_POPULATE:
-        touched = buffer[::PAGE_BYTES]
-        np.bitwise_or(touched, 0, out=touched)  # a kernel before 5.14: writing is what makes a page present
+        touched = memoryview(buffer)[::PAGE_BYTES]
+        touched[:] = bytes(touched)  # a kernel before 5.14: writing is what makes a page present
         return
     raise MemoryError(f"cannot populate {len(buffer)} bytes: {os.strerror(number)}")

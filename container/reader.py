@@ -13,28 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, CatalogTensor
 from k3.container.direct import ReadFile, drive_error, span_bytes
 from k3.container.errors import ContainerError, DamageError, IncompleteError, NotAContainerError, VersionError
 from k3.container.hf_cache import possible_snapshots
-from k3.container.keys import Encoding, ExpertLayout, Extent
+from k3.container.keys import ExpertLayout, Extent
 from k3.container.layout import JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
 from k3.container.pages import huge_buffer
 from k3.container.source import EncodedTensor
 
-NUMPY_DTYPES: dict[str, type[np.generic]] = {
-    "BOOL": np.uint8, "U8": np.uint8, "I8": np.int8, "F8_E5M2": np.uint8, "F8_E4M3": np.uint8,
-    "F8_E8M0": np.uint8, "U16": np.uint16, "I16": np.int16, "F16": np.float16, "BF16": np.uint16,
-    "U32": np.uint32, "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64, "F64": np.float64,
-}  # fmt: skip
-"""The NumPy dtype that carries each safetensors dtype; those NumPy lacks travel as unsigned bit patterns."""
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +102,8 @@ class Container:
 
     def read_tensor(self, name: str) -> EncodedTensor:
         """A dense tensor, digest-checked. KeyError when there is none; DamageError or DriveError otherwise."""
+        from k3.container.encoded import encoded_tensor  # NumPy takes longer to import than a container to open
+
         entry = self._tensors[name]
         scales = None if entry.scales is None else self._read(entry.scales, name)
         weights = self._read(entry.weights, name)
@@ -169,29 +165,6 @@ class Container:
                 advice="Run k3-verify, then repack the damaged file from the source",
             )  # fmt: skip
         return stored[: item.payload_bytes]
-
-
-def encoded_tensor(
-    name: str,
-    encoding: Encoding,
-    dtype: str,
-    shape: tuple[int, ...],
-    weights: npt.NDArray[np.uint8],
-    scales: npt.NDArray[np.uint8] | None,
-) -> EncodedTensor:
-    """A dense tensor over the payload bytes that a container holds for it, without copying them."""
-    rows = shape[0] if shape else 1
-    numbers = None
-    if encoding in (Encoding.INT8, Encoding.INT4):
-        assert scales is not None
-        data: npt.NDArray[Any] = weights.reshape(rows, -1)
-        flat = scales.view(np.float32)
-        numbers = flat if encoding is Encoding.INT8 else flat.reshape(rows, -1)
-    elif encoding is Encoding.F32:
-        data = weights.view(np.float32).reshape(shape)
-    else:
-        data = weights.view(NUMPY_DTYPES[dtype]).reshape(shape)
-    return EncodedTensor(name, encoding, dtype, shape, data, numbers)
 
 
 def read_manifest(home: Path) -> Manifest:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from k3.container.errors import ContainerError, UnsupportedError
 from k3.container.keys import ExpertLayout, Extent
-from k3.container.reader import encoded_tensor
 from k3.container.source import EncodedTensor
 from k3.store.descriptor import DenseTensor, ExpertLayer, ModelDescriptor, Span
 from k3.store.source import Payload
@@ -85,6 +84,8 @@ class DaemonModel:
 
     def read_tensor(self, name: str) -> EncodedTensor:
         """A dense tensor over the shared memory, read-only. KeyError when there is none."""
+        from k3.container.encoded import encoded_tensor  # NumPy takes longer to import than a model to be found
+
         tensor = self._tensors[name]
         scales = None if tensor.scales is None else self._view(tensor.scales)
         weights = self._view(tensor.weights)

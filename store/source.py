@@ -32,10 +32,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from k3.container.errors import ExpertError, UnsupportedError
 from k3.container.huge_pages import HugePages
@@ -46,7 +43,11 @@ __all__ = [
     "poisoned_on_release", "read_only",
 ]  # fmt: skip
 
-Payload = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Payload: TypeAlias = "npt.NDArray[np.uint8]"
 
 POISON = 0xA5
 """What a debug source fills released buffers with."""
@@ -123,6 +124,8 @@ class ExpertSource(Protocol):
 
 def read_only(payload: Payload) -> Payload:
     """A view of the same bytes that cannot be made writable again."""
+    import numpy as np
+
     view: Payload = np.frombuffer(memoryview(payload).toreadonly(), dtype=np.uint8)
     return view
 
