@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from k3.container.reader import Container
+from k3.engine.finding import find_model
 from k3.engine.model import Model
-from k3.engine.opening import find_model, load_model
+from k3.engine.opening import load_model
 from k3.engine.session import Session
 from k3.engine.settings import ModelSettings
 from k3.engine.state import MlaState

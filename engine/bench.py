@@ -29,8 +29,9 @@ from k3.container.reader import Container
 from k3.container.snapshot import Snapshot
 from k3.engine.bench_table import Format, Machine, ReadsFrom, Result, Sample, Table, Workload, open_table
 from k3.engine.ceilings import MEMORY_BYTES, MemoryMeter, drive_rate
+from k3.engine.finding import FoundModel, find_model
 from k3.engine.model import Model
-from k3.engine.opening import FoundModel, find_model, load_model
+from k3.engine.opening import load_model
 from k3.engine.plan import dense_bytes
 from k3.engine.run import read_warnings
 from k3.engine.session import Session

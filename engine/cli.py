@@ -150,7 +150,7 @@ def main(**options: Any) -> None:
             print_plan(settings, PlanOptions(*rates))
             return
         from k3.engine.interrupts import ended_like_ctrl_c
-        from k3.engine.run import run
+        from k3.engine.starting import run
 
         with ended_like_ctrl_c():
             run(settings)
@@ -160,8 +160,7 @@ def main(**options: Any) -> None:
 
 def _settings(options: dict[str, Any]) -> RunSettings:
     """Options as settings. click.UsageError for combinations that mean nothing."""
-    from k3.engine.sampler import SamplerOptions
-    from k3.engine.settings import RunSettings
+    from k3.engine.settings import RunSettings, SamplerOptions
 
     ids, text = _prompt(options)
     return RunSettings(

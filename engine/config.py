@@ -13,11 +13,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3.container.errors import ConfigError, UnsupportedError
 from k3.container.modelconfig import text_config
-from k3.engine.latent_cache import LatentType
+
+if TYPE_CHECKING:
+    from k3.engine.latent_cache import LatentType
 
 MLA_LATENT_EPS = 1e-6
 """Epsilon of the two latent norms inside MLA: the class default of the published model code, which passes

@@ -38,8 +38,9 @@ from k3.engine.moe import LatentMoe
 from k3.engine.reading import ReadAhead, TensorReader
 from k3.engine.residual import ResidualMix
 from k3.engine.state import State
+from k3.engine.tensor_names import needed_names
 from k3.engine.trace import Tracer
-from k3.engine.weights import Matrix, Weights, needed_names, to_float32
+from k3.engine.weights import Matrix, Weights, to_float32
 from k3.store.route_trace import RouteTraceWriter
 from k3.store.source import ExpertSource
 

@@ -1,158 +1,24 @@
-"""From settings to a model that can run: find it, check it, ask whether it fits, load it.
+"""From a model that was found to one that can run: its weights in memory or on their way, its experts at hand.
 
-The order is the point: everything that can be refused without reading weights is refused before the first
-of them is read. Called once per process from its main thread; close what it returns.
+Called once per process from its main thread; close what it returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from k3 import kernels
-from k3.container import checksum
-from k3.container.dense_load import DenseLoad
-from k3.container.direct import drive_error
-from k3.container.errors import ConfigError, DamageError
-from k3.container.hf_cache import snapshot_directory
 from k3.container.memory_limit import memory_limit
-from k3.container.modelconfig import CONFIG_NAME, load_config
-from k3.container.reader import Container, unused_places
-from k3.container.recipe import Recipe
-from k3.container.snapshot import Snapshot
-from k3.engine.config import ModelConfig, parse_layers, token_ids
+from k3.engine.finding import FoundModel, begin_loading
 from k3.engine.lookahead import LookAhead
 from k3.engine.model import Model, ModelOptions
-from k3.engine.plan import MemoryPlan, Source, plan_memory
+from k3.engine.plan import MemoryPlan, plan_memory
 from k3.engine.settings import ModelSettings, SettingsError
-from k3.engine.tokenizer import Tokenizer, read_json_object
 from k3.engine.trace import Tracer
-from k3.engine.weights import check_shapes, needed_names
 from k3.store.file import FileSource
 from k3.store.route_trace import RouteHeader, RouteTraceWriter, TracedLayer
 from k3.store.source import ExpertSource
-
-if TYPE_CHECKING:
-    from k3.engine.attaching import Attachment
-
-DEFAULT_BITS = 8
-
-
-@dataclass(slots=True)
-class FoundModel:
-    """A model, on disk or behind a daemon, that was looked at and can be run, with nothing loaded yet."""
-
-    source: Source
-    config: ModelConfig
-    names: list[str]  # dense tensors that a run reads
-    warnings: list[str]
-    attachment: Attachment | None = None  # to the daemon that the model comes from
-    loading: DenseLoad | None = None  # of a container's dense tensors, once `load_model` has begun it
-
-    def close(self) -> None:
-        """Stop what is being read and let go of the files; nothing can be read afterwards."""
-        if self.loading is not None:
-            self.loading.close()
-        if self.attachment is not None:
-            self.attachment.close()
-        elif isinstance(self.source, Container):
-            self.source.close()
-
-    def tokenizer(self) -> Tokenizer:
-        """The model's vocabulary. ConfigError when its files are missing or do not fit."""
-        ranks, names = self._text_file("tiktoken.model"), self._text_file("tokenizer_config.json")
-        return Tokenizer.load(ranks, names, self.config.vocab)
-
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generation: generation_config.json's, else config.json's."""
-        path = self._text_file("generation_config.json")
-        value = None if path is None else read_json_object(path).get("eos_token_id")
-        if path is None or value is None:
-            return self.config.eos_ids
-        ids = token_ids(value, "eos_token_id", path)
-        if max(ids) >= self.config.vocab:
-            raise ConfigError(f"eos_token_id {max(ids)} is outside the vocabulary", path=path)
-        return ids
-
-    def _text_file(self, name: str) -> Path | None:
-        """A small file of the model, or None. In a container it must be what its digest says: DamageError."""
-        path = self.source.text_file(name)
-        if path is None or not isinstance(self.source, Container):
-            return path
-        wanted = next(file.digest for file in self.source.manifest.text_files if file.path == name)
-        try:
-            found = checksum.digest(path.read_bytes()).hex()
-        except OSError as error:
-            raise drive_error("cannot read", error, path) from error
-        if found != wanted:
-            raise DamageError("file does not match its digest", path=path, advice="Restore it, or repack")
-        return path
-
-
-def find_model(settings: ModelSettings) -> FoundModel:
-    """Open the container or snapshot and check configuration and names. Reads no weights.
-
-    What it returns is the caller's to close.
-    """
-    if settings.store is not None:
-        return _attached(settings)
-    if settings.container is None:
-        snapshot = Snapshot.open(settings.snapshot, recipe=_recipe(settings), layers=_snapshot_layers(settings))
-        return _checked(snapshot, snapshot.config_path, settings, list(snapshot.warnings))
-    container = Container.open(settings.container, settings.roots)
-    try:
-        _check_recipe(container, settings)
-        warnings = [
-            f"--dirs: {place} holds no root of this container"
-            for place in unused_places(container.roots, settings.roots)
-        ]
-        return _checked(container, settings.container / "config.json", settings, warnings)
-    except BaseException:
-        container.close()
-        raise
-
-
-def _attached(settings: ModelSettings) -> FoundModel:
-    """The model of the daemon that the settings name."""
-    from k3.engine.attaching import attach
-
-    attachment = attach(settings)
-    try:
-        found = _checked(attachment.source, attachment.source.home / CONFIG_NAME, settings, [])
-    except BaseException:
-        attachment.close()
-        raise
-    found.attachment = attachment
-    return found
-
-
-def _snapshot_layers(settings: ModelSettings) -> range | None:
-    """Layers that a snapshot is opened for, so that shards of others need not be there; None for all.
-
-    That the model has them is checked here, before the shards are looked at.
-    """
-    if settings.layers is None:
-        return None
-    for path in settings.snapshot:
-        config_path = snapshot_directory(path) / CONFIG_NAME
-        if config_path.exists():
-            return _configured(ModelConfig.from_raw(load_config(config_path), config_path), settings).layers
-    return parse_layers(settings.layers)  # there is no configuration; opening will say so
-
-
-def _checked(source: Source, config_path: Path, settings: ModelSettings, warnings: list[str]) -> FoundModel:
-    config = _configured(ModelConfig.from_raw(source.config, config_path), settings)
-    if config.unknown_keys:
-        warnings.append(
-            f"{config_path} has keys that this engine does not know and does not follow: "
-            f"{', '.join(config.unknown_keys)}"
-        )
-    names = needed_names(source.tensor_names(), config)
-    if isinstance(source, Container):
-        check_shapes({name: source.tensor(name).shape for name in names}, config)
-    return FoundModel(source, config, names, warnings)
 
 
 def load_model(
@@ -165,42 +31,43 @@ def load_model(
     tracer: Tracer,
     routes: RouteTraceWriter | None,
     on_read: Callable[[str], None],
-    on_loaded: Callable[[], None] = lambda: None,
 ) -> tuple[Model, ExpertSource]:
-    """Check that the run fits in memory, then read all dense weights.
-
-    A container's go on being read when this returns (`found.loading`), and the model waits for each where it first
-    needs it; any other source's are all in memory then. `on_read` is told the name of each dense tensor once it is
-    in memory, `on_loaded` of the end of reading, perhaps from another thread. The source of experts is the
-    caller's to close.
-    """
-    if settings.threads is not None:
-        kernels.set_threads(settings.threads)
+    """Plan, begin and open at once. UnsupportedError when the run does not fit in memory."""
     plan = plan_memory(
         found.source, found.config, found.names, settings, memory_limit(),
         capacity=capacity, chunk=chunk, every_logit=every_logit,
     )  # fmt: skip
-    plan.check()
-    if isinstance(found.source, Container):
-        found.loading = DenseLoad(found.source, found.names, on_read=on_read, on_end=on_loaded)
+    begin_loading(found, plan, on_read=on_read, on_loaded=lambda: None)
+    return open_model(found, settings, plan, tracer=tracer, routes=routes, on_read=on_read)
+
+
+def open_model(
+    found: FoundModel,
+    settings: ModelSettings,
+    plan: MemoryPlan,
+    *,
+    tracer: Tracer,
+    routes: RouteTraceWriter | None,
+    on_read: Callable[[str], None],
+) -> tuple[Model, ExpertSource]:
+    """The model that `plan` was made for, and the source of its experts, which is the caller's to close.
+
+    A container's weights go on being read when this returns, and the model waits for each where it first needs it;
+    any other source's are read here, and `on_read` is told the name of each.
+    """
+    if settings.threads is not None:
+        kernels.set_threads(settings.threads)
+    experts = _open_experts(found, settings, plan)
     try:
-        experts = _open_experts(found, settings, plan)
-        try:
-            model = Model(
-                found.source, found.config, experts,
-                model_options(settings),
-                tracer=tracer, routes=routes, on_read=None if found.loading else on_read, loading=found.loading,
-                look_ahead=LookAhead(experts, plan.prefetch, found.config.moe.top_k) if plan.prefetch else None,
-            )  # fmt: skip
-        except BaseException:
-            experts.close()
-            raise
+        model = Model(
+            found.source, found.config, experts,
+            model_options(settings),
+            tracer=tracer, routes=routes, on_read=None if found.loading else on_read, loading=found.loading,
+            look_ahead=LookAhead(experts, plan.prefetch, found.config.moe.top_k) if plan.prefetch else None,
+        )  # fmt: skip
     except BaseException:
-        if found.loading is not None:
-            found.loading.close()
+        experts.close()
         raise
-    if found.loading is None:
-        on_loaded()
     return model, experts
 
 
@@ -231,34 +98,3 @@ def open_route_trace(found: FoundModel, path: Path) -> RouteTraceWriter:
     if not layers:
         raise SettingsError("--route-trace: none of the layers that are run has experts")
     return RouteTraceWriter(path, RouteHeader(source.identity, config.moe.top_k, layers))
-
-
-def _recipe(settings: ModelSettings) -> Recipe:
-    """What the options ask for; what they leave open is 8 bits, as when repacking."""
-    chosen = [settings.bits, settings.mla_bits, settings.head_bits]
-    return Recipe(*(DEFAULT_BITS if bits is None else bits for bits in chosen))
-
-
-def _check_recipe(container: Container, settings: ModelSettings) -> None:
-    """A container was quantized when it was made; asking for other bits now cannot be honoured."""
-    made = container.manifest.quantization
-    for key in ("bits", "mla_bits", "head_bits"):
-        asked = getattr(settings, key)
-        if asked is not None and asked != made[key]:
-            raise SettingsError(
-                f"--{key.replace('_', '-')} {asked} was asked for, and this container was made with {made[key]}",
-                path=container.home,
-                advice="Leave the option (and its environment variable) out, or repack",
-            )
-
-
-def _configured(config: ModelConfig, settings: ModelSettings) -> ModelConfig:
-    if settings.mla_eps is not None:
-        config = config.with_mla_eps(settings.mla_eps)
-    config = config.with_latent_cache(settings.latent_type)
-    if settings.layers is not None:
-        try:
-            config = config.truncated(settings.layers)
-        except ValueError as error:
-            raise SettingsError(f"--layers: {error}") from None
-    return config

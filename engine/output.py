@@ -12,7 +12,7 @@ from typing import Protocol
 from k3.container.console import emit_json
 from k3.engine.detokenizer import Detokenizer
 from k3.engine.report import Report
-from k3.engine.sampler import SamplerOptions
+from k3.engine.settings import SamplerOptions
 from k3.engine.tokenizer import Tokenizer
 
 

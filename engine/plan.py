@@ -8,25 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from k3.container.keys import Encoding, tensor_bytes
 from k3.container.memory_limit import Limit
 from k3.container.reader import Container
-from k3.container.snapshot import Snapshot
 from k3.engine.budget import CHUNK_COPIES, Need, check_fits
 from k3.engine.config import ModelConfig
 from k3.engine.reading import READ_AHEAD
 from k3.engine.settings import ModelSettings
-from k3.engine.state import scores_bytes, state_bytes
+from k3.engine.state_size import scores_bytes, state_bytes
 from k3.store.daemon_model import DaemonModel
 from k3.store.fetch import buffer_bytes
 from k3.store.file import WORKING_SLOTS
 
+if TYPE_CHECKING:
+    from k3.container.snapshot import Snapshot
+
 AUTO_CACHE_SHARE = 0.8
 """Part of the memory left over that an expert cache of no given size takes; the rest is for the page cache."""
 
-Source: TypeAlias = Container | Snapshot | DaemonModel
+Source: TypeAlias = "Container | Snapshot | DaemonModel"
 
 DENSE_PARTS = (
     "embeddings", "KDA attention", "MLA attention", "dense MLP", "shared experts", "latent projections", "routers",
@@ -73,6 +75,11 @@ class MemoryPlan:
     def cached_experts(self) -> int:
         """Experts that the run's own cache holds once it is full."""
         return min(self.experts, self.cache_bytes // self.slot_bytes) if self.slot_bytes else 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the need keeps to the limit."""
+        return self.need.total_bytes <= self.limit.free_bytes
 
     def check(self) -> None:
         """UnsupportedError with all numbers when the need exceeds the limit."""
@@ -181,11 +188,11 @@ def widened_bytes(source: Source, name: str) -> int:
     dtype, shape = _dtype_and_shape(source, name)
     if dtype != "BF16":
         return 0
-    return (2 if isinstance(source, Snapshot) else 4) * math.prod(shape)
+    return (4 if isinstance(source, Container | DaemonModel) else 2) * math.prod(shape)
 
 
 def _dtype_and_shape(source: Source, name: str) -> tuple[str, tuple[int, ...]]:
-    entry = source.tensors[name] if isinstance(source, Snapshot) else source.tensor(name)
+    entry = source.tensor(name) if isinstance(source, Container | DaemonModel) else source.tensors[name]
     return entry.dtype, entry.shape
 
 

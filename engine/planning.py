@@ -18,13 +18,14 @@ from k3 import kernels
 from k3.container.console import emit_json, format_size
 from k3.container.memory_limit import Limit, gb, memory_limits
 from k3.engine.ceilings import MemoryMeter, drive_rate
+from k3.engine.finding import FoundModel, find_model
 from k3.engine.forecast import Forecast, forecast
-from k3.engine.opening import FoundModel, find_model, model_options
+from k3.engine.opening import model_options
 from k3.engine.plan import MemoryPlan, plan_memory, touched_bytes
-from k3.engine.run import checked_capacity, read_prompt
+from k3.engine.prompt import checked_capacity, read_prompt
 from k3.engine.settings import RunSettings
-from k3.engine.state import state_bytes
 from k3.engine.state_file import Binding, SavedState
+from k3.engine.state_size import state_bytes
 from k3.store.daemon_model import DaemonModel
 from k3.store.link import ask_status
 

@@ -9,29 +9,11 @@ token chosen from it would hide that. One instance per timeline, one thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from k3.container.errors import DamageError
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOptions:
-    """`temperature` 0 is greedy. `top_p` in (0, 1] keeps the smallest set of likely tokens with that share."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (np.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature {self.temperature} is not zero or above")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p {self.top_p} is not above 0 and at most 1")
-        if self.seed < 0:
-            raise ValueError(f"seed {self.seed} is negative")
+from k3.engine.settings import SamplerOptions
 
 
 class Sampler:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from k3.container.errors import UnsupportedError
 from k3.engine.model import Model
+from k3.engine.prompt import check_ids
 from k3.engine.state import State
 from k3.engine.state_file import Binding, PromptForm, SavedState, write_state
 
@@ -138,10 +139,3 @@ class Session:
                 f"{tokens} tokens after {self._state.position} exceed the context of "
                 f"{self._state.capacity} tokens that this session was opened with"
             )
-
-
-def check_ids(ids: Sequence[int], vocab: int) -> None:
-    """ValueError naming the first id that is not in [0, vocab)."""
-    for place, token in enumerate(ids):
-        if not 0 <= token < vocab:
-            raise ValueError(f"token id {token} at place {place} is outside the vocabulary of {vocab}")

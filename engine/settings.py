@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from k3.container.errors import ExitCode, K3Error
-from k3.engine.latent_cache import LatentType
-from k3.engine.sampler import SamplerOptions
-from k3.store.file import Verify
+
+if TYPE_CHECKING:
+    from k3.engine.latent_cache import LatentType
+    from k3.store.file import Verify
 
 
 class SettingsError(K3Error):
@@ -45,6 +47,23 @@ class ModelSettings:
     direct: bool = True
     verify: Verify = "always"
     threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    """`temperature` 0 is greedy. `top_p` in (0, 1] keeps the smallest set of likely tokens with that share."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature {self.temperature} is not zero or above")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p} is not above 0 and at most 1")
+        if self.seed < 0:
+            raise ValueError(f"seed {self.seed} is negative")
 
 
 @dataclass(frozen=True, slots=True)

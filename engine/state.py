@@ -71,11 +71,6 @@ class KdaState:
         """Set rows from `start` on."""
         (self.memory if part == "memory" else self.windows)[start : start + len(rows)] = rows
 
-    @staticmethod
-    def nbytes(config: ModelConfig) -> int:
-        kda = config.kda
-        return 4 * (kda.width * kda.head_dim + 3 * (kda.conv_taps - 1) * kda.width)
-
 
 @dataclass(slots=True)
 class MlaState:
@@ -109,10 +104,6 @@ class MlaState:
         stop, latent = start + len(rows), self.latent.shape[1]
         self.latent[start:stop], self.rope[start:stop] = rows[:, :latent], rows[:, latent:]
 
-    @staticmethod
-    def nbytes(config: ModelConfig, capacity: int) -> int:
-        return FORMS[config.mla.cache].dtype.itemsize * capacity * (config.mla.latent + config.mla.rope)
-
 
 class State:
     """The state of all layers that are run. `position` tokens have been taken in so far."""
@@ -124,23 +115,6 @@ class State:
             layer: KdaState.create(config) if layer in config.kda_layers else MlaState.create(config, capacity)
             for layer in config.layers
         }
-
-
-def state_bytes(config: ModelConfig, capacity: int) -> int:
-    """Memory that `State(config, capacity)` takes."""
-    return sum(
-        KdaState.nbytes(config) if layer in config.kda_layers else MlaState.nbytes(config, capacity)
-        for layer in config.layers
-    )
-
-
-def scores_bytes(config: ModelConfig, capacity: int, chunk: int) -> int:
-    """Memory for the scores of one MLA layer, which a run holds on to: of one token against `capacity` others, and
-    of more of a chunk's tokens within 16 MiB."""
-    if all(layer in config.kda_layers for layer in config.layers):
-        return 0
-    token_bytes = 4 * config.mla.heads * (capacity + 16)
-    return min(chunk * token_bytes, max(token_bytes, 16 << 20))
 
 
 def state_parts(config: ModelConfig, tokens: int) -> Iterator[Part]:

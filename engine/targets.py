@@ -11,11 +11,13 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from k3.container.reader import Container
-from k3.container.snapshot import Snapshot
 from k3.engine.settings import ModelSettings, RunSettings, SettingsError
-from k3.store.daemon_model import DaemonModel
+
+if TYPE_CHECKING:
+    from k3.engine.plan import Source
 
 _Identity = tuple[int, int]  # device and inode
 _ELSEWHERE = "Give a place outside the model"
@@ -36,7 +38,7 @@ def check_distinct(settings: RunSettings) -> None:
                 )
 
 
-def check_outside_model(settings: RunSettings, source: Container | Snapshot | DaemonModel) -> None:
+def check_outside_model(settings: RunSettings, source: Source) -> None:
     """SettingsError when an option names a place inside the model's directories, or a file of the model."""
     targets = [(option, path) for option, path in _targets(settings) if not _is_stream(path)]
     if not targets:
@@ -70,8 +72,11 @@ def _targets(settings: RunSettings) -> list[tuple[str, Path]]:
     return [(option, path) for option, path in named if path is not None]
 
 
-def _directories(settings: ModelSettings, source: Container | Snapshot | DaemonModel) -> Iterator[Path]:
+def _directories(settings: ModelSettings, source: Source) -> Iterator[Path]:
     """Every directory that the model lies in, a container to fall back on included."""
+    from k3.container.snapshot import Snapshot  # most runs write nothing besides stdout
+    from k3.store.daemon_model import DaemonModel
+
     if isinstance(source, Snapshot):
         yield from (*settings.snapshot, *source.directories)
         return
@@ -82,7 +87,7 @@ def _directories(settings: ModelSettings, source: Container | Snapshot | DaemonM
         yield from (settings.container, *settings.roots)
 
 
-def _files(source: Container | Snapshot | DaemonModel, directories: Iterable[Path]) -> Iterator[Path]:
+def _files(source: Source, directories: Iterable[Path]) -> Iterator[Path]:
     """Files of the model, which may be links to somewhere else: a download's blobs."""
     if isinstance(source, Container):
         yield from (source.file_path(number) for number in range(len(source.manifest.files)))

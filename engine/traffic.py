@@ -17,8 +17,8 @@ import math
 from dataclasses import dataclass
 
 from k3.engine.config import ModelConfig
-from k3.engine.state import KdaState, MlaState
-from k3.engine.weights import expected_tensors
+from k3.engine.state_size import kda_bytes, mla_bytes
+from k3.engine.tensor_names import expected_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Traffic:
         (over all layers)."""
         kda_layers = sum(layer in self.config.kda_layers for layer in self.config.layers)
         mla_layers = len(self.config.layers) - kda_layers
-        state_bytes = 2 * kda_layers * KdaState.nbytes(self.config) if kda_layers else 0
-        cache_bytes = mla_layers * MlaState.nbytes(self.config, position + tokens) if mla_layers else 0
+        state_bytes = 2 * kda_layers * kda_bytes(self.config) if kda_layers else 0
+        cache_bytes = mla_layers * mla_bytes(self.config, position + tokens) if mla_layers else 0
         weight_bytes = self.multiplied_bytes + tokens * self.embedding_row_bytes
         return weight_bytes + experts * self.expert_bytes + state_bytes + cache_bytes
 

@@ -15,7 +15,7 @@ from containers import flip
 from engines import VECTORS, copied
 
 from k3.container.reader import Container
-from k3.engine import budget, opening, output
+from k3.engine import budget, output, starting
 from k3.engine.cli import main
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
@@ -152,7 +152,7 @@ def test_text_needs_the_vocabulary_and_ids_do_not(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_cannot_be_met_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "memory_limit", lambda: budget.Limit(1e6, "a test"))
+    monkeypatch.setattr(starting, "memory_limit", lambda: budget.Limit(1e6, "a test"))
     result = k3_run("--snapshot", TINY, "--ids", "1,2")
     assert result.exit_code == 9
     assert "a test leaves 0.001 GB" in result.stderr

@@ -14,7 +14,7 @@ from daemons import daemon_inside
 from engines import VECTORS, copied
 from mounts import small_tmpfs
 
-from k3.engine import run as run_module
+from k3.engine import starting
 from k3.engine.cli import main
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that loads anything fails with an exception."""
-    monkeypatch.delattr(run_module, "load_model")
+    monkeypatch.delattr(starting, "begin_loading")
 
 
 def refused(result: Result, *said: str) -> None:

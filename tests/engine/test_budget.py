@@ -8,7 +8,7 @@ from engines import VECTORS, snapshot
 from k3.container.errors import UnsupportedError
 from k3.container.memory_limit import Limit
 from k3.engine.budget import Need, check_fits
-from k3.engine.opening import find_model
+from k3.engine.finding import find_model
 from k3.engine.plan import dense_bytes, plan_memory
 from k3.engine.settings import ModelSettings
 

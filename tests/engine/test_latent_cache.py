@@ -14,7 +14,8 @@ from k3 import kernels
 from k3.container.errors import ResumeError, UnsupportedError
 from k3.engine.latent_cache import FORMS, LatentType, narrowed
 from k3.engine.session import Session
-from k3.engine.state import MlaState, State, state_bytes
+from k3.engine.state import MlaState, State
+from k3.engine.state_size import state_bytes
 from k3.kernels import reference
 
 NARROW: tuple[LatentType, ...] = ("bf16", "f16")

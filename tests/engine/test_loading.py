@@ -27,7 +27,7 @@ from k3.engine.cli import main
 from k3.engine.config import ModelConfig
 from k3.engine.model import Model, ModelOptions
 from k3.engine.session import Session
-from k3.engine.weights import needed_names
+from k3.engine.tensor_names import needed_names
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.file import FileSource

@@ -21,9 +21,10 @@ from engines import Array
 from k3 import kernels
 from k3.container.keys import PAGE_BYTES, page_ceil
 from k3.container.recipe import Recipe
+from k3.engine.finding import find_model
 from k3.engine.latent_cache import LatentType
 from k3.engine.model import Model
-from k3.engine.opening import find_model, load_model
+from k3.engine.opening import load_model
 from k3.engine.session import Session
 from k3.engine.settings import ModelSettings
 from k3.engine.trace import Tracer

@@ -13,7 +13,8 @@ from faults import FaultySource
 from k3.container.errors import DriveError, UnsupportedError
 from k3.container.keys import ExpertKey
 from k3.engine.session import Session
-from k3.engine.state import KdaState, State, state_bytes
+from k3.engine.state import KdaState, State
+from k3.engine.state_size import state_bytes
 from k3.engine.trace import FileTracer
 
 IDS = golden("tiny_s1")["input_ids"].tolist()

@@ -20,8 +20,9 @@ from k3.container.keys import ExpertKey
 from k3.engine import state_file
 from k3.engine.config import KdaConfig, MlaConfig, ModelConfig
 from k3.engine.session import Session
-from k3.engine.state import KdaState, State, state_parts
+from k3.engine.state import State, state_parts
 from k3.engine.state_file import NUMERICS, Binding, SavedState, StateLayout, write_state
+from k3.engine.state_size import kda_bytes
 
 IDS = golden("tiny_s1")["input_ids"].tolist()
 SUMS = {False: "b972537dc8475f9709bfb961cdce8d8f", True: "8ff6b6a328c5653c20b98fcd35e4c00f"}
@@ -302,6 +303,6 @@ def test_memory_and_cache_are_in_the_file_once(tmp_path: Path) -> None:
         session = Session(model, 5000, 8)
         session.prefill(IDS[:8])
         session.save(tmp_path / "state")
-        kda_bytes = sum(KdaState.nbytes(model.config) for layer in model.config.layers if layer < 3)
+        memory_bytes = sum(kda_bytes(model.config) for layer in model.config.layers if layer < 3)
         rows_bytes = 2 * 8 * 4 * (model.config.mla.latent + model.config.mla.rope)
-        assert 0 <= (tmp_path / "state").stat().st_size - kda_bytes - rows_bytes - 4 * 512 < 4096
+        assert 0 <= (tmp_path / "state").stat().st_size - memory_bytes - rows_bytes - 4 * 512 < 4096

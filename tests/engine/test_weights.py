@@ -14,7 +14,8 @@ from k3.container.errors import DamageError, SourceError, UnsupportedError
 from k3.container.source import EncodedTensor
 from k3.engine.config import ModelConfig
 from k3.engine.reading import ReadAhead
-from k3.engine.weights import Matrix, Weights, expected_tensors, needed_names
+from k3.engine.tensor_names import expected_tensors, needed_names
+from k3.engine.weights import Matrix, Weights
 
 PREFIX = "language_model."
 
