@@ -32,17 +32,24 @@ if TYPE_CHECKING:
     from k3.engine.state_file import SavedState
     from k3.store.route_trace import RouteTraceWriter
 
+TURN_S = 0.0005
+"""Most that a thread waits for the interpreter while weights are read: those that read, populate and check need it
+between two pieces, and Python's own 5 ms is more than a drive takes for a piece."""
+
 VOCABULARY_BYTES = 100_000_000
 """What the vocabulary of a whole model takes in memory, about."""
 
 
 class LoadProgress:
-    """Shows how far the reading of dense weights is, and notes in the report how long it took."""
+    """While dense weights are read: shows how far they are, and has threads wait no longer than `TURN_S` for the
+    interpreter. Notes in the report how long it took."""
 
     def __init__(self, found: FoundModel, report: Report, *, as_json: bool) -> None:
         self._source = found.source
         self._report = report
         self._began_s = time.monotonic()
+        self._turn_s = sys.getswitchinterval()
+        sys.setswitchinterval(TURN_S)
         self._bar = Progress(
             "loading", sum(dense_bytes(self._source, name) for name in found.names), as_json=as_json
         )
@@ -57,8 +64,9 @@ class LoadProgress:
         self._report.load_s = time.monotonic() - self._began_s
 
     def close(self) -> None:
-        """End the display; a second call does nothing."""
+        """It is over; a second call does nothing."""
         self._bar.close()
+        sys.setswitchinterval(self._turn_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from click.testing import CliRunner, Result
 from containers import flip
 from engines import VECTORS
 
+from k3.container import dense_load
 from k3.container.dense_load import DenseLoad
+from k3.container.direct import ReadFile
 from k3.container.memory_limit import Limit
 from k3.container.reader import Container
 from k3.engine import finding, run, starting
@@ -220,3 +223,30 @@ def test_a_vocabulary_that_cannot_be_read_ends_the_load(home: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert "tiktoken.model" in result.stderr
     assert not loading_threads()
+
+
+def test_turns_at_the_interpreter_are_short_while_weights_are_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before_s = sys.getswitchinterval()
+    seen: list[float] = []
+    go_on = run.go_on
+
+    def noted(started: starting.Started) -> None:
+        seen.append(sys.getswitchinterval())
+        release.set()
+        go_on(started)
+        seen.append(sys.getswitchinterval())
+
+    release = threading.Event()
+    open_file = dense_load.open_file
+
+    def slow(path: Path, direct: bool) -> ReadFile:
+        release.wait()
+        return open_file(path, direct)
+
+    monkeypatch.setattr(run, "go_on", noted)
+    monkeypatch.setattr(finding, "DenseLoad", partial(DenseLoad, opener=slow))
+    assert k3_run(home).exit_code == 0
+    assert seen == pytest.approx([starting.TURN_S, before_s])
+    assert sys.getswitchinterval() == before_s
