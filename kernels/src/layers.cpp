@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "rowops.h"
 #include "scratch.h"
@@ -58,6 +57,9 @@ struct Attention {
 struct OfCall {};    // scratch of the thread that calls,
 struct OfLatent {};  // and of those that work
 struct OfRope {};
+struct OfRows {};
+struct OfResults {};
+struct OfDecoded {};
 
 // `count` rows of `columns` numbers each as float32, from row `row` and column `column` of [.., width]. What is
 // float32 stays where it is, its rows `width` apart; what is not goes to `scratch`, row by row.
@@ -175,9 +177,9 @@ void absorb_query(const float* q, int64_t tokens, int64_t heads, int64_t key_dim
                   const Matrix& w, float* out) {
     parallel_for(heads, 1, [&](int64_t begin, int64_t end) {
         for (int64_t h = begin; h < end; ++h) {
-            const int64_t row = h * (key_dim + value_dim);
+            const int64_t both = key_dim + value_dim, row = h * both;
             kernels().weighted_sum(q + h * key_dim, tokens, heads * key_dim, w, row, row + key_dim,
-                                   out + h * w.columns, heads * w.columns);
+                                   h + 1 < heads ? both : 0, out + h * w.columns, heads * w.columns);
         }
     });
 }
@@ -185,17 +187,17 @@ void absorb_query(const float* q, int64_t tokens, int64_t heads, int64_t key_dim
 void expand_value(const float* x, int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim,
                   const Matrix& w, float* out) {
     parallel_for(heads, 1, [&](int64_t begin, int64_t end) {
-        std::vector<float> own(static_cast<size_t>(tokens * w.columns)),
-            y(static_cast<size_t>(tokens * value_dim));
-        std::vector<float> tile(static_cast<size_t>(kRowBlock * w.columns));
+        float* own = thread_floats<OfRows>(static_cast<size_t>(tokens * w.columns));
+        float* y = thread_floats<OfResults>(static_cast<size_t>(tokens * value_dim));
+        float* tile = thread_floats<OfDecoded>(static_cast<size_t>(kRowBlock * w.columns));
         for (int64_t h = begin; h < end; ++h) {
             for (int64_t t = 0; t < tokens; ++t) {
-                std::copy_n(x + (t * heads + h) * w.columns, w.columns, own.data() + t * w.columns);
+                std::copy_n(x + (t * heads + h) * w.columns, w.columns, own + t * w.columns);
             }
             const Matrix values = row_range(w, h * (key_dim + value_dim) + key_dim, value_dim);
-            kernels().matmul(own.data(), tokens, values, 0, value_dim, y.data(), tile.data());
+            kernels().matmul(own, tokens, values, 0, value_dim, y, tile);
             for (int64_t t = 0; t < tokens; ++t) {
-                std::copy_n(y.data() + t * value_dim, value_dim, out + (t * heads + h) * value_dim);
+                std::copy_n(y + t * value_dim, value_dim, out + (t * heads + h) * value_dim);
             }
         }
     });

@@ -23,15 +23,20 @@ constexpr int kScoreHeads = 1;
 constexpr int kScoreRows = 4;  // positions that they meet
 
 // HT rows of p and N registers of columns from k; only the last register may be partial (`left` columns, when
-// N is 1). Add: the sums are added to what `out` holds.
+// N is 1). Add: the sums are added to what `out` holds. The same columns of the rows `ahead` further on are fetched.
 template <int HT, int N, bool Add, class Source>
 K3_INLINE void tile(const float* p, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end, int64_t k,
-                    int64_t left, float* out, int64_t out_stride) {
+                    int64_t left, int64_t ahead, float* out, int64_t out_stride) {
     F16 total[HT][N];
     for (int h = 0; h < HT; ++h)
         for (int n = 0; n < N; ++n) total[h][n] = splat(0.0f);
     Source source;
     for (int64_t t = begin; t < end; ++t) {
+        if (ahead != 0) {
+            source_of(source, w, t + ahead);
+            const char* const from = source.bytes() + k / kLanes * Source::kStepBytes;
+            for (int at = 0; at < N * Source::kStepBytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+        }
         source_of(source, w, t);
         F16 row[N];
 #pragma GCC unroll 16
@@ -55,25 +60,25 @@ K3_INLINE void tile(const float* p, int64_t p_stride, const Matrix& w, int64_t b
 
 template <int HT, int N, bool Add, class Source>
 void all_columns(const float* p, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end, int64_t k,
-                 int64_t k_end, float* out, int64_t out_stride) {
+                 int64_t k_end, int64_t ahead, float* out, int64_t out_stride) {
     for (; k + N * kLanes <= k_end; k += N * kLanes) {
-        tile<HT, N, Add, Source>(p, p_stride, w, begin, end, k, N * kLanes, out, out_stride);
+        tile<HT, N, Add, Source>(p, p_stride, w, begin, end, k, N * kLanes, ahead, out, out_stride);
     }
     for (; k < k_end; k += kLanes) {
-        tile<HT, 1, Add, Source>(p, p_stride, w, begin, end, k, k_end - k, out, out_stride);
+        tile<HT, 1, Add, Source>(p, p_stride, w, begin, end, k, k_end - k, ahead, out, out_stride);
     }
 }
 
 template <bool Add, class Source>
 void all(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
-         int64_t k, int64_t k_end, float* out, int64_t out_stride) {
+         int64_t k, int64_t k_end, int64_t ahead, float* out, int64_t out_stride) {
     int64_t h = 0;
-    for (; h + 4 <= rows; h += 4) {
-        all_columns<4, kWide, Add, Source>(p + h * p_stride, p_stride, w, begin, end, k, k_end,
+    for (; h + 4 <= rows; h += 4, ahead = 0) {
+        all_columns<4, kWide, Add, Source>(p + h * p_stride, p_stride, w, begin, end, k, k_end, ahead,
                                            out + h * out_stride, out_stride);
     }
-    for (; h < rows; ++h) {
-        all_columns<1, kWideOne, Add, Source>(p + h * p_stride, p_stride, w, begin, end, k, k_end,
+    for (; h < rows; ++h, ahead = 0) {
+        all_columns<1, kWideOne, Add, Source>(p + h * p_stride, p_stride, w, begin, end, k, k_end, ahead,
                                               out + h * out_stride, out_stride);
     }
 }
@@ -187,21 +192,23 @@ K3_INLINE void score_one(const Scores& s, int64_t head, int64_t row) {
 }  // namespace
 
 void weighted_sum(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
-                  float* out, int64_t out_stride) {
-    const int64_t n = w.columns;
+                  int64_t ahead, float* out, int64_t out_stride) {
+    const auto of = [&](auto source) {
+        all<false, decltype(source)>(p, rows, p_stride, w, begin, end, 0, w.columns, ahead, out, out_stride);
+    };
     switch (w.encoding) {
-        case Encoding::BF16: return all<false, SourceBf16>(p, rows, p_stride, w, begin, end, 0, n, out, out_stride);
-        case Encoding::F32: return all<false, SourceF32>(p, rows, p_stride, w, begin, end, 0, n, out, out_stride);
-        case Encoding::INT8: return all<false, SourceInt8>(p, rows, p_stride, w, begin, end, 0, n, out, out_stride);
-        case Encoding::INT4: return all<false, SourceInt4>(p, rows, p_stride, w, begin, end, 0, n, out, out_stride);
-        case Encoding::MXFP4: return all<false, SourceMx>(p, rows, p_stride, w, begin, end, 0, n, out, out_stride);
+        case Encoding::BF16: return of(SourceBf16{});
+        case Encoding::F32: return of(SourceF32{});
+        case Encoding::INT8: return of(SourceInt8{});
+        case Encoding::INT4: return of(SourceInt4{});
+        case Encoding::MXFP4: return of(SourceMx{});
     }
 }
 
 void add_weighted(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride,
                   int64_t count, int64_t columns, float* out, int64_t out_stride) {
     const Matrix m = {Encoding::F32, count, w_stride, w, nullptr, nullptr};
-    all<true, SourceF32>(p, rows, p_stride, m, 0, count, 0, columns, out, out_stride);
+    all<true, SourceF32>(p, rows, p_stride, m, 0, count, 0, columns, 0, out, out_stride);
 }
 
 void scores(const Scores& s) {

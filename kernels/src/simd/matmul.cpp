@@ -17,6 +17,7 @@ constexpr int kXTile = 4;
 #else
 constexpr int kXTile = 2;
 #endif
+constexpr int64_t kFarBytes = 8192;  // what memory hands out to a core in about half a microsecond
 
 // y[s * stride + r] for RT neighbouring rows of W and ST rows of x.
 template <int RT, int ST, class Source>
@@ -25,9 +26,11 @@ K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, 
     for (int r = 0; r < RT; ++r)
         for (int s = 0; s < ST; ++s) lane[r][s] = splat(0.0f);
     const int64_t whole = columns / kLanes * kLanes;
-    // A single row of x is as fast as memory: ask for the next RT rows of W in the order in which they lie.
+    // A single row of x is as fast as memory: ask for the next RT rows of W in the order in which they lie, and
+    // where these are short for what comes later, or it would not be there in time.
     constexpr bool kFetch = RT > 1 && ST == 1;
-    const char* next = kFetch ? w[RT - 1].bytes() + (w[1].bytes() - w[0].bytes()) : nullptr;
+    const int64_t rows_bytes = kFetch ? RT * (w[1].bytes() - w[0].bytes()) : 0;
+    const char* next = w[0].bytes() + (rows_bytes < kFarBytes ? kFarBytes : rows_bytes);
     for (int64_t k = 0; k < whole; k += kLanes) {
         if (kFetch) {
             for (int at = 0; at < RT * Source::kStepBytes; at += 64) __builtin_prefetch(next + at, 0, 2);
