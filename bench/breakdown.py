@@ -3,9 +3,10 @@
     python bench/breakdown.py --container HOME [--past 4096] [--steps 16] [--threads N] [--out FILE.json]
 
 The functions of `k3.kernels` that the engine calls are wrapped for the length of the measurement, so that nothing
-of it is in the engine. What the kernels do not account for is Python: routing, leases, sums, and the wrappers. All
-experts are in memory. For each kind of work the table shows its calls, bytes and time in a step, what it reached
-in GB/s and of the memory's rate, and the products it made; `--out` has the same for bench/roofline.py.
+of it is in the engine. What the kernels do not account for is Python: routing, leases, sums, and what stands
+around the kernels' own functions; the clocks' bookkeeping is timed too and counts for nothing. All experts are in
+memory. For each kind of work the table shows its calls, bytes and time in a step, what it reached in GB/s and of
+the memory's rate, and the products it made; `--out` has the same for bench/roofline.py.
 """
 
 from __future__ import annotations
@@ -69,10 +70,12 @@ class Work:
 
 
 class Clock:
-    """Adds up the calls of wrapped functions; a call inside another one counts for itself only."""
+    """Adds up the calls of wrapped functions; a call inside another one counts for itself only. `own_ns` is what
+    the adding up took."""
 
     def __init__(self) -> None:
         self.work: dict[str, Work] = {}
+        self.own_ns = 0
         self._inner_ns = 0
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,25 +88,32 @@ class Clock:
             try:
                 return function(*arguments, **named)
             finally:
-                taken_ns = time.perf_counter_ns() - began_ns
+                ended_ns = time.perf_counter_ns()
+                taken_ns = ended_ns - began_ns
                 work = self.work.setdefault(label(name, arguments), Work())
                 nbytes, products = touched(name, arguments)
                 work.calls += 1
                 work.ns += taken_ns - self._inner_ns
                 work.weight_bytes += nbytes
                 work.products += products
-                self._inner_ns = outside_ns + taken_ns
+                own_ns = time.perf_counter_ns() - ended_ns
+                self.own_ns += own_ns
+                self._inner_ns = outside_ns + taken_ns + own_ns
 
         return timed
 
 
 def label(name: str, arguments: tuple[Any, ...]) -> str:
     """What a call of a kernel is for: by the weight it multiplies, else by the function."""
-    for tensor in filter(is_weight, arguments):
-        for pattern, kind in BY_TENSOR:
-            if name == "matmul" and re.search(pattern, tensor.name):
-                return kind
+    if name == "matmul":
+        return tensor_label(next(filter(is_weight, arguments)).name)
     return BY_FUNCTION.get(name, REST)
+
+
+@functools.cache
+def tensor_label(name: str) -> str:
+    """What a product with a weight is for."""
+    return next((kind for pattern, kind in BY_TENSOR if re.search(pattern, name)), REST)
 
 
 def touched(name: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
@@ -166,7 +176,7 @@ def measure(engine: Loaded, meter: MemoryMeter, past: int, steps: int) -> dict[s
         name: {key: value / steps for key, value in asdict(one).items()}
         for name, one in sorted(clock.work.items(), key=lambda item: -item[1].ns)
     }
-    total_ns = statistics.fmean(clocked_ns)
+    total_ns = statistics.fmean(clocked_ns) - clock.own_ns / steps
     work[PYTHON] = {
         "calls": 0, "ns": total_ns - sum(one["ns"] for one in work.values()), "weight_bytes": 0, "products": 0,
     }  # fmt: skip
