@@ -41,8 +41,8 @@ struct Rows {
 
 // Activations quantized to int8 for weights of one encoding (INT8, INT4 or MXFP4): `groups` groups of `group`
 // columns, the last one padded with zeros, all rows of a group together.
-//   q int8 [groups, rows, group]: columns in order for INT8; otherwise of each eight the even ones first, as
-//   nibbles lie in bytes
+//   q int8 [groups, rows, group]: columns in order for INT8; otherwise first the even ones of the group, then
+//   the odd ones, as low and high nibbles
 //   scales float [groups, rows]; starts int32 [groups, rows]: what the integer sum of the group begins with
 // Bias and therefore starts are the variant's own: the same variant quantizes and multiplies.
 struct Activations {

@@ -76,6 +76,23 @@ def test_integer_products_at_the_edges_of_tiles(everyway, same_bits, sizes, rows
     same_bits(y, expert.define(z, False))
 
 
+@pytest.mark.parametrize("byte", [0x77, 0xFF, 0x7F, 0xF7, 0x00, 0x88])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_integer_sums_at_their_limits(everyway, same_bits, byte, rows) -> None:
+    """Every product of a group is the largest there is, of one sign: no sum in between may run over."""
+    rng = np.random.default_rng(8)
+    expert = Expert(512, 512, 32, rng)
+    payload, arrays = expert.payload.copy(), dict(expert.arrays)
+    for name, matrix in expert.matrices.items():
+        packed = np.full((matrix.rows, matrix.columns // 2), byte, np.uint8)
+        payload[matrix.packed_offset : matrix.packed_offset + packed.size] = packed.ravel()
+        arrays[name] = packed, expert.arrays[name][1]
+    for sign in (-1, 1):
+        z = np.full((rows, 512), sign, np.float32)
+        (y,) = everyway(lambda z=z: kernels.expert_forward(z, payload, *expert.matrices.values(), exact=False))
+        same_bits(y, reference.expert_forward(z, *arrays.values(), exact=False))
+
+
 def test_betas_are_used() -> None:
     rng = np.random.default_rng(1)
     expert = Expert(64, 32, 8, rng, 120)
@@ -99,33 +116,34 @@ def test_int8_activations_stay_close_to_exact() -> None:
 @settings(deadline=None)
 @given(part=st.sampled_from(PARTS), place=st.integers(0))
 def test_a_reserved_scale_byte_is_refused_by_part_row_and_group(exact, part, place) -> None:
-    expert = Expert(64, 96, 40, np.random.default_rng(3))
+    expert = Expert(160, 288, 40, np.random.default_rng(3))  # whole sets of four groups, and one group more
     matrix = expert.matrices[part]
     groups = matrix.columns // 32
     at = place % (matrix.rows * groups)
     payload = expert.payload.copy()
     payload[matrix.scale_offset + at] = 255
     with pytest.raises(ReservedScaleError) as caught:
-        kernels.expert_forward(np.zeros((1, 64), np.float32), payload, *expert.matrices.values(), exact=exact)
+        kernels.expert_forward(np.zeros((1, 160), np.float32), payload, *expert.matrices.values(), exact=exact)
     assert (caught.value.part, caught.value.row, caught.value.group) == (part, *divmod(at, groups))
     assert f"{part}, row {at // groups}, group {at % groups}" in str(caught.value)
 
 
 @pytest.mark.parametrize("scale", [0, 1, 2, 253, 254])
 @pytest.mark.parametrize("exact", [True, False])
-def test_the_outermost_scales_count_for_what_they_are(everyway, same_bits, scale, exact) -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_outermost_scales_count_for_what_they_are(everyway, same_bits, scale, exact, rows) -> None:
     """w1 with tiny or huge weights against z that brings the product back to a size where it matters."""
     rng = np.random.default_rng(4)
-    expert = Expert(32, 32, 16, rng)
+    expert = Expert(128, 32, 16, rng)
     packed, _ = expert.arrays["w1"]
     packed = packed & 0x99  # magnitudes 0 and 0.5: no overflow under 2^127
     payload = expert.payload.copy()
     matrix = expert.matrices["w1"]
     payload[matrix.packed_offset : matrix.packed_offset + packed.size] = packed.ravel()
-    payload[matrix.scale_offset : matrix.scale_offset + 32] = scale
+    payload[matrix.scale_offset : matrix.scale_offset + 128] = scale
     power = 100 if scale < 100 else 127 - scale if exact else -50  # int8 activations below 1e-20 would be zero
-    z = np.ldexp(rng.standard_normal((2, 32)), power).astype(np.float32)
-    arrays = {**expert.arrays, "w1": (packed, np.full((32, 1), scale, np.uint8))}
+    z = np.ldexp(rng.standard_normal((rows, 128)), power).astype(np.float32)
+    arrays = {**expert.arrays, "w1": (packed, np.full((32, 4), scale, np.uint8))}
     (y,) = everyway(lambda: kernels.expert_forward(z, payload, *expert.matrices.values(), exact=exact))
     same_bits(y, reference.expert_forward(z, *arrays.values(), exact=exact))
     assert np.isfinite(y).all()

@@ -123,6 +123,20 @@ def test_integer_products_at_the_edges_of_tiles(
     same_bits(y, define(x, w.data, w.scales))
 
 
+@pytest.mark.parametrize("encoding", ["int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("byte", [0x00, 0x0F, 0xF0, 0xFF, 0x80, 0x7F])
+def test_integer_sums_at_their_limits(everyway, same_bits, encoding, rows, byte) -> None:
+    """Every product of a group is the largest there is, of one sign: no sum in between may run over."""
+    w = weights(encoding, 32, 512, np.random.default_rng(8))
+    w.data[:] = byte
+    for sign in (-1, 1):
+        x = np.full((rows, 512), sign, np.float32)
+        (y,) = everyway(lambda x=x: kernels.matmul(x, w, exact=False))
+        define = reference.matmul_int8 if encoding == "int8" else reference.matmul_int4
+        same_bits(y, define(x, w.data, w.scales))
+
+
 def test_the_example_of_the_order_of_a_sum(everyway) -> None:
     x = np.array([[1e8, 1, -1e8, 1] + [0] * 13 + [2.0**-20]], np.float32)
     (y,) = everyway(lambda: kernels.matmul_encoded(x, np.ones((1, 18), np.float32), None, "f32"))

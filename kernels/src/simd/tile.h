@@ -84,6 +84,23 @@ K3_INLINE I16 totals(const __m512i* v) {
     return (I16)_mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
 }
 K3_INLINE I16 larger_of(const I16& a, const I16& b) { return (I16)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+
+// Quarter i of v[j] becomes quarter j of out[i].
+K3_INLINE void transpose_quarters(const __m512i* v, __m512i* out) {
+    const __m512i ab01 = _mm512_shuffle_i64x2(v[0], v[1], 0x44), ab23 = _mm512_shuffle_i64x2(v[0], v[1], 0xee);
+    const __m512i cd01 = _mm512_shuffle_i64x2(v[2], v[3], 0x44), cd23 = _mm512_shuffle_i64x2(v[2], v[3], 0xee);
+    out[0] = _mm512_shuffle_i64x2(ab01, cd01, 0x88);
+    out[1] = _mm512_shuffle_i64x2(ab01, cd01, 0xdd);
+    out[2] = _mm512_shuffle_i64x2(ab23, cd23, 0x88);
+    out[3] = _mm512_shuffle_i64x2(ab23, cd23, 0xdd);
+}
+// Of each quarter the sums of the words of v[0], v[1], v[2], v[3]. The words, and sums of two of them, fit 16 bits.
+K3_INLINE __m512i quarter_totals(const __m512i* v) {
+    const __m512i one = _mm512_set1_epi16(1);
+    const __m512i ab = _mm512_madd_epi16(_mm512_packs_epi32(v[0], v[1]), one);
+    const __m512i cd = _mm512_madd_epi16(_mm512_packs_epi32(v[2], v[3]), one);
+    return _mm512_madd_epi16(_mm512_packs_epi32(ab, cd), one);
+}
 #elif defined(__AVX2__)
 K3_INLINE __m256i rows2(const uint8_t* p, int64_t stride) {  // rows 0 and 4 from p
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p)),
