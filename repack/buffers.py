@@ -6,6 +6,7 @@ Large ones lie in huge pages, where drives take and give bytes faster.
 from __future__ import annotations
 
 import queue
+import threading
 
 from k3.container.direct import Bytes
 from k3.container.pages import huge_buffer
@@ -19,6 +20,7 @@ class BufferPool:
         self.nbytes = nbytes
         self.made: list[Bytes] = []
         """All buffers that there are, whoever has them."""
+        self._making = threading.Lock()
         self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
 
     def take(self) -> Bytes:
@@ -27,9 +29,11 @@ class BufferPool:
             return self._free.get_nowait()
         except queue.Empty:
             pass
-        if len(self.made) < self.count:
-            self.made.append(huge_buffer(self.nbytes))
-            return self.made[-1]
+        with self._making:
+            if len(self.made) < self.count:
+                buffer = huge_buffer(self.nbytes)
+                self.made.append(buffer)
+                return buffer
         return self._free.get()
 
     def give(self, buffer: Bytes) -> None:
