@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from k3 import kernels
+from k3.container.huge_pages import HugePages
 from k3.container.pages import huge_buffer, populate
 from k3.container.reader import Container
 from k3.engine.ceilings import MemoryMeter
@@ -68,6 +69,10 @@ class Switch:
     def stats(self) -> SourceStats:
         """See `ExpertSource.stats`."""
         return self._current().stats()
+
+    def huge_pages(self) -> HugePages:
+        """See `ExpertSource.huge_pages`."""
+        return self._current().huge_pages()
 
     def close(self) -> None:
         """See `ExpertSource.close`."""

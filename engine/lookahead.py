@@ -13,7 +13,7 @@ foreseen, nothing is read ahead. One thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,11 @@ from k3.store.source import ExpertSource
 
 Array = npt.NDArray[np.float32]
 
-PAYS = 0.5
+PAYING_CHANCE = 0.5
 """Chance from which on an expert is worth naming."""
 
-MEMORY = 64
-"""Guesses of one kind after which the oldest count for half: routing changes with what a text is about."""
+MEMORY_GUESSES = 64
+"""Guesses after which those before count for half: routing changes with what a text is about."""
 
 
 class Record:
@@ -45,16 +45,16 @@ class Record:
 
     def add(self, ranking: Sequence[int], wanted: set[int]) -> None:
         """Take in what became of one guess."""
-        if self._guessed[0] >= MEMORY:
-            self._right /= 2
-            self._guessed /= 2
+        full = self._guessed >= MEMORY_GUESSES
+        self._right[full] /= 2
+        self._guessed[full] /= 2
         self._right[: len(ranking)] += [expert in wanted for expert in ranking]
         self._guessed[: len(ranking)] += 1
 
     def worth(self, places: int) -> int:
         """How many of the first `places` places it pays to name. Chances fall along a ranking: what is behind the
         last place that pays is left out, and a place before it that does not (by accident) is not."""
-        paying = np.flatnonzero(self.chances[:places] >= PAYS)
+        paying = np.flatnonzero(self.chances[:places] >= PAYING_CHANCE)
         return int(paying[-1]) + 1 if len(paying) else 0
 
 
@@ -67,7 +67,7 @@ class LookAhead:
         self._most = most
         self._top_k = top_k
         self._cancel: Callable[[], None] = _nothing
-        self._records: dict[Hashable, Record] = {}
+        self._records: dict[tuple[int, bool], Record] = {}  # by steps ahead, and whether it is for one token
         self._open: list[tuple[int, Record, Sequence[int]]] = []  # guesses, each with the layer that is to ask
         self._named: Sequence[int] | None = None
         self.last: Sequence[int] | None = None  # what was named last before the latest request

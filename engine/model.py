@@ -192,9 +192,14 @@ class Model:
             Layer(weights, index, self.config, self._source, self._experts, self.options)
             for index in self.config.layers
         ]
-        self._routers = {  # by their steps: a layer takes two, its attention and its MLP
-            2 * layer.index + 1: layer for layer in self.layers if layer.index in self.config.moe_layers
-        }
+        # A layer takes two steps, attention and MLP. For each step: the next one behind it with experts, if any.
+        self._next_router: dict[int, tuple[int, Layer] | None] = {}
+        following = None
+        for layer in reversed(self.layers):
+            self._next_router[2 * layer.index + 1] = following
+            if layer.index in self.config.moe_layers:
+                following = (2 * layer.index + 1, layer)
+            self._next_router[2 * layer.index] = following
 
     @cached_property
     def _head(self) -> tuple[ResidualMix, Array, Matrix]:
@@ -286,10 +291,10 @@ class Model:
     def _foresee(self, step: int, blocks: Sequence[Array], stream: Array) -> None:
         """Guess, at a step of the pass, what the next layer with experts behind it will ask for. Not before all
         weights are there."""
-        router = next((at for at in self._routers if at > step), None)
-        if self.look_ahead is not None and self._complete and router is not None:
-            layer = self._routers[router]
-            self.look_ahead.foresee(layer.index, layer.foresee(blocks, stream), router - step)
+        following = self._next_router[step]
+        if self.look_ahead is not None and self._complete and following is not None:
+            router_step, layer = following
+            self.look_ahead.foresee(layer.index, layer.foresee(blocks, stream), router_step - step)
 
     def _trace_layer(
         self, layer: Layer, state: State, stream: Array, began_ns: int, middle_ns: int, read_before: int

@@ -77,8 +77,8 @@ def _open_experts(found: FoundModel, settings: ModelSettings, plan: MemoryPlan) 
 
         return open_experts(found.attachment, settings, plan)
     return FileSource(
-        found.source, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch, direct=settings.direct,
-        verify=settings.verify,
+        found.source, layers=found.config.layers, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch,
+        direct=settings.direct, verify=settings.verify,
     )  # fmt: skip
 
 

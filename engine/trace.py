@@ -8,7 +8,8 @@ A pass is one forward through the layers: a chunk of the prompt, or one generate
      "wait_ms": 0.8,                       part of mlp_ms spent waiting for experts
      "read_bytes": 842752,                 asked from the drives during mlp (prefetch included)
      "experts": [[0, 3, 9, 14], ...],      per token, ascending; null in a dense layer
-     "foreseen": [3, 14, ...]}             what look-ahead guessed, the likeliest first; null without it
+     "foreseen": [3, 14, ...]}             what look-ahead named last, the likeliest first: none where no guess
+                                           pays; null without it, and in the first pass
     {"type": "pass", "pass": 0, "position": 0, "tokens": 24, "ms": 25.0, "head_ms": 1.0, "read_bytes": ...}
 
 The file takes its name with the first pass and is written on as the run goes, a whole pass at a time, so that

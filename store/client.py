@@ -97,6 +97,8 @@ class DaemonSource:
             counts = self._daemon.counts
             if counts is not None:
                 experts = checked_request(layer, experts, counts)
+            if session is not None and not experts:
+                return lambda: None
             if session is not None:
                 tag = self._dispatch.next_tag()
                 session.link.ring.submit(tag, Op.PREFETCH, layer, experts)  # what finds no room is let go

@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -73,15 +73,17 @@ class FileSource:
     """An `ExpertSource` that reads the extents of any `ModelSource`.
 
     RAM is (`working_slots` + `cache_bytes` // slot) slots, allocated here and never again; a slot holds the
-    largest expert of the model plus a few pages. `prefetch_slots` more are for prefetches; with none, they are let
-    go. `verify` says which reads are compared with their digests: all, the first of each expert, or none. Drives
-    are asked for `part_bytes` at a time. `max_open_files` None means a quarter of what the process may have.
+    largest expert of `layers` (None: all that the model has) plus a few pages. `prefetch_slots` more are for
+    prefetches; with none, they are let go. `verify` says which reads are compared with their digests: all, the
+    first of each expert, or none. Drives are asked for `part_bytes` at a time. `max_open_files` None means a
+    quarter of what the process may have.
     """
 
     def __init__(
         self,
         model: ModelSource,
         *,
+        layers: Collection[int] | None = None,
         cache_bytes: int = 0,
         working_slots: int = WORKING_SLOTS,
         prefetch_slots: int = 0,
@@ -104,7 +106,8 @@ class FileSource:
         self._verify = verify
         self._patience_s = patience_s
         self._debug = debug
-        self._layouts = {layer: model.expert_layout(layer) for layer in model.expert_layers()}
+        served = [layer for layer in model.expert_layers() if layers is None or layer in layers]
+        self._layouts = {layer: model.expert_layout(layer) for layer in served}
         self._counts = {layer: model.expert_count(layer) for layer in self._layouts}
         slot_bytes = max(map(buffer_bytes, self._layouts.values()), default=1)
         self._slots = SlotTable(

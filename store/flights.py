@@ -2,8 +2,9 @@
 
 A flight is one expert being read into one slot, part by part. Flights that are waited for are read in the order
 in which they were asked for, each as fast as the drive goes. A guess (a prefetch that nobody has asked for yet)
-is read only while nothing else is there to begin, and by a bounded number of threads, so that what is asked for
-meanwhile finds the drive free. Pure bookkeeping without a lock of its own: the source's lock guards it.
+is read only while nothing else is there to begin, and by a bounded number of threads, so that one is left for what
+is asked for meanwhile (a single thread guesses too). Pure bookkeeping without a lock of its own: the source's
+lock guards it.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from engines import Array, all_logits, golden, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3.container.huge_pages import HugePages
 from k3.engine.config import ModelConfig
-from k3.engine.lookahead import PAYS, LookAhead, Record
+from k3.engine.lookahead import PAYING_CHANCE, LookAhead, Record
 from k3.engine.model import Model, ModelOptions
 from k3.engine.session import Session
 from k3.store.file import FileSource
@@ -45,6 +46,9 @@ class Recorder:
 
     def stats(self) -> SourceStats:
         return self._inner.stats()
+
+    def huge_pages(self) -> HugePages:
+        return self._inner.huge_pages()
 
     def close(self) -> None:
         self._inner.close()
@@ -153,9 +157,17 @@ def test_a_record_keeps_shares(guesses: list[tuple[list[int], set[int]]]) -> Non
         record.add(ranking, wanted)
         assert ((record.chances >= 0) & (record.chances <= 1)).all()
         worth = record.worth(6)
-        assert (record.chances[worth:] < PAYS).all()
-        assert worth == 0 or record.chances[worth - 1] >= PAYS
+        assert (record.chances[worth:] < PAYING_CHANCE).all()
+        assert worth == 0 or record.chances[worth - 1] >= PAYING_CHANCE
         assert record.worth(3) <= 3
+
+
+def test_places_that_a_ranking_seldom_reaches_keep_what_is_known_of_them() -> None:
+    record = Record(4)
+    for _ in range(3000):  # far more than it takes to halve a number away
+        record.add([0, 1], {0})
+    assert record.chances.tolist() == [1, record.chances[1], 1, 1]
+    assert record.chances[1] < 0.1
 
 
 class _Noting:

@@ -434,6 +434,22 @@ def test_prefetched_experts_are_there_when_they_are_asked_for(built: Built, tmp_
         source.close()
 
 
+def test_a_prefetch_of_nothing_sends_nothing(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon_inside(tmp_path / "q", built.directories) as inside:
+        source = DaemonSource(inside.socket)
+        take(source, built, 1, [0])
+
+        def submit(*message: object) -> None:
+            raise AssertionError(message)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(source._session.link.ring), "submit", submit)
+            source.prefetch(1, [])()
+        source.close()
+
+
 def test_a_prefetch_that_has_not_begun_is_cancelled(built: Built, tmp_path: Path) -> None:
     with daemon_inside(tmp_path / "q", built.directories, quota=2, max_clients=1, io_depth=1) as inside:
         inside.server.inject("stall", argument=100)

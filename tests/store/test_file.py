@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -21,6 +22,7 @@ from store.model_views import Scattered, Undigested
 from store.source_suite import Opened, SourceSuite, run_threads
 
 from k3.container.direct import ReadFile
+from k3.container.errors import ExpertError
 from k3.container.keys import ExpertKey
 from k3.container.reader import Container
 from k3.store.file import FileSource
@@ -389,6 +391,20 @@ def test_a_thread_that_waits_is_woken_by_close(model: Container) -> None:
 def test_impossible_settings_are_refused(model: Container, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"make no source|verify must be|whole pages|limit of open files"):
         FileSource(model, **options)
+
+
+def test_layers_that_are_not_served_take_no_cache(built: Built, model: Container) -> None:
+    every = model.expert_layers()
+    experts = range(model.expert_count(every[0]))
+    with contextlib.closing(
+        FileSource(model, layers=every[:1], cache_bytes=len(experts) * slot_bytes_of(model))
+    ) as source:
+        for _ in range(2):
+            for lease in source.lease(every[0], experts):
+                lease.release()
+        assert (source.stats().hits, source.stats().misses) == (len(experts), len(experts))
+        with pytest.raises(ExpertError, match="no experts of this layer"):
+            source.lease(every[1], [0])
 
 
 def test_a_long_random_life(built: Built, model: Container) -> None:
