@@ -20,11 +20,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error, SpaceError, UnsupportedError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -248,28 +251,34 @@ class Progress:
         self._as_json = as_json
         self._item = ""
         self._start = self._last = time.monotonic()
-        self._bar = None
-        if not as_json and not quiet and sys.stderr.isatty():
-            from tqdm import tqdm  # takes longer to import than the rest of a command's --help
-
-            self._bar = tqdm(
-                total=total_bytes, desc=what, unit="B", unit_scale=True, dynamic_ncols=True,
-                file=sys.stderr, leave=False,
-            )  # fmt: skip
+        self._shows_bar = not as_json and not quiet and sys.stderr.isatty()
+        self._made_bar: tqdm[Any] | None = None
 
     def item(self, name: str) -> None:
         """Name what is being worked on, usually a shard."""
         self._item = name
-        if self._bar is not None:
-            self._bar.set_postfix_str(name, refresh=False)
+        if bar := self._bar():
+            bar.set_postfix_str(name, refresh=False)
 
     def advance(self, nbytes: int) -> None:
         """Count `nbytes` more as done."""
         self.done_bytes += nbytes
-        if self._bar is not None:
-            self._bar.update(nbytes)
+        if bar := self._bar():
+            bar.update(nbytes)
         if self._as_json and time.monotonic() - self._last >= _JSON_INTERVAL_S:
             self._line()
+
+    def _bar(self) -> tqdm[Any] | None:
+        """The bar, if there is to be one: made with the first progress, since tqdm takes longer to import than the
+        rest of a command's --help."""
+        if self._shows_bar and self._made_bar is None:
+            from tqdm import tqdm
+
+            self._made_bar = tqdm(
+                total=self.total_bytes, desc=self.what, unit="B", unit_scale=True, dynamic_ncols=True,
+                file=sys.stderr, leave=False,
+            )  # fmt: skip
+        return self._made_bar
 
     def _line(self) -> None:
         self._last = time.monotonic()
@@ -284,9 +293,10 @@ class Progress:
 
     def close(self) -> None:
         """End the display; with `as_json` a last line shows the final count."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._shows_bar = False
+        if self._made_bar is not None:
+            self._made_bar.close()
+            self._made_bar = None
         if self._as_json:
             self._line()
             self._as_json = False

@@ -1,9 +1,9 @@
 """From settings to a model that can be run, its weights on their way: find it, check it, ask whether it fits.
 
-The order is the point: everything that can be refused without reading weights is refused before the first of them
-is read. And the drive waits for all of it: nothing that is imported here brings in NumPy, the kernels or anything
-else that takes longer to import than a container to open. Called once per process from its main thread; close what
-it returns.
+The order is the point: what can be refused without reading weights is refused before the first of them is read
+(but for a text's vocabulary, which is read beside them). And the drive waits for all of it: nothing that is
+imported here brings in NumPy, the kernels or anything else that takes longer to import than a container to open.
+Called once per process from its main thread; close what it returns.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 DEFAULT_BITS = 8
 
+_VOCABULARY_FILES = ("tiktoken.model", "tokenizer_config.json")
+
 
 @dataclass(slots=True)
 class FoundModel:
@@ -53,9 +55,15 @@ class FoundModel:
         elif isinstance(self.source, Container):
             self.source.close()
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the vocabulary's files are there."""
+        paths = [self.source.text_file(name) for name in _VOCABULARY_FILES]
+        return all(path is not None and path.is_file() for path in paths)
+
     def tokenizer(self) -> Tokenizer:
         """The model's vocabulary. ConfigError when its files are missing or do not fit."""
-        ranks, names = self._text_file("tiktoken.model"), self._text_file("tokenizer_config.json")
+        ranks, names = map(self._text_file, _VOCABULARY_FILES)
         return Tokenizer.load(ranks, names, self.config.vocab)
 
     def eos_ids(self) -> tuple[int, ...]:

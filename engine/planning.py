@@ -195,7 +195,7 @@ def lines(planned: Planned) -> Iterator[str]:
     yield ""
     yield from _rows("left", [(one.set_by, gb(one.free_bytes)) for one in planned.limits])
     yield (
-        f"  The run {'fits' if _fits(memory) else 'does not fit'}: "
+        f"  The run {'fits' if memory.fits else 'does not fit'}: "
         f"{gb(need.total_bytes)} of {gb(memory.limit.free_bytes)}, set by {memory.limit.set_by}"
     )
     yield ""
@@ -211,10 +211,6 @@ def lines(planned: Planned) -> Iterator[str]:
         f"  at least: the slower of drives and memory, with {planned.token.hit_share:.1%} of the experts in the "
         "cache, all used alike; arithmetic is not counted"
     )
-
-
-def _fits(memory: MemoryPlan) -> bool:
-    return memory.need.total_bytes <= memory.limit.free_bytes
 
 
 def _memory_rows(planned: Planned) -> list[tuple[str, str]]:
@@ -273,7 +269,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
     return {
         "model": planned.found.source.identity,
         "layers": len(config.layers),
-        "fits": _fits(memory),
+        "fits": memory.fits,
         "memory": {
             "dense_parts": dict(memory.parts),
             "dense_bytes": need.dense_bytes,

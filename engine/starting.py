@@ -1,4 +1,5 @@
-"""The start of `k3-run`: everything that can be refused is refused, and the weights are on their way.
+"""The start of `k3-run`: everything that can be refused is refused, and the weights are on their way. A text's
+vocabulary is read beside the weights; what is wrong with it ends the load.
 
 Only then is `engine/run.py` imported, which goes on, and with it NumPy, the kernels and the model: the drive reads
 meanwhile. What a run asks for by an option of its own (a saved state, a trace) is imported where it is asked for.
@@ -23,7 +24,7 @@ from k3.engine.finding import FoundModel, begin_loading, find_model
 from k3.engine.plan import MemoryPlan, dense_bytes, plan_memory
 from k3.engine.prompt import Prompt, checked_capacity, read_prompt
 from k3.engine.report import Report
-from k3.engine.settings import RunSettings
+from k3.engine.settings import RunSettings, SettingsError
 from k3.engine.targets import check_distinct, check_outside_model
 from k3.engine.trace import FileTracer, Tracer
 
@@ -38,6 +39,9 @@ between two pieces, and Python's own 5 ms is more than a drive takes for a piece
 
 VOCABULARY_BYTES = 100_000_000
 """What the vocabulary of a whole model takes in memory, about."""
+
+IMPORTS_BYTES = 20_000_000
+"""What is still to be imported takes in memory, about."""
 
 
 class LoadProgress:
@@ -106,13 +110,15 @@ def run(settings: RunSettings) -> None:
             progress = LoadProgress(found, report, as_json=settings.as_json)
             stack.callback(progress.close)
             begin_loading(found, plan, on_read=progress.read, on_loaded=progress.loaded)
+            if found.loading is not None:
+                stack.callback(found.loading.close)  # before the display, which it moves
             return progress
 
+        stop_ids = frozenset() if settings.ignore_eos else frozenset(found.eos_ids())
         early = _early_plan(found, settings)
         progress = None if early is None else begin(early)
         prompt = read_prompt(found, settings, saved)
         capacity = checked_capacity(len(prompt.ids), settings, found.config.max_positions)
-        stop_ids = frozenset() if settings.ignore_eos else frozenset(found.eos_ids())
         tracer = stack.enter_context(_tracer(settings))
         logits = _logits(settings)
         if logits is not None:
@@ -131,10 +137,13 @@ def run(settings: RunSettings) -> None:
 
 
 def _limit() -> Limit:
-    """The memory that there is for a run."""
+    """The memory that there is for a run, without what its imports will take."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         importlib.import_module("k3.engine.run")  # it takes 125 MB of address space, which have to count
-    return memory_limit()
+    limit = memory_limit()
+    if "k3.engine.run" in sys.modules:
+        return limit
+    return replace(limit, free_bytes=max(0.0, limit.free_bytes - IMPORTS_BYTES))
 
 
 def _plan(found: FoundModel, settings: RunSettings, limit: Limit, capacity: int) -> MemoryPlan:
@@ -153,8 +162,11 @@ def _early_plan(found: FoundModel, settings: RunSettings) -> MemoryPlan | None:
     names = (settings.state, settings.logits, settings.trace, settings.route_trace)
     if not isinstance(found.source, Container) or settings.text is None or any(names):
         return None
-    most = len(settings.text.encode()) + settings.generate  # a token is at least a byte
-    if most > min(settings.max_tokens or most, found.config.max_positions):
+    if not found.has_vocabulary:
+        return None
+    try:  # a token is at least a byte
+        most = checked_capacity(len(settings.text.encode()), settings, found.config.max_positions)
+    except SettingsError:  # too many, if every byte is one: their number decides
         return None
     limit = _limit()
     plan = _plan(found, settings, replace(limit, free_bytes=limit.free_bytes - VOCABULARY_BYTES), most)

@@ -108,6 +108,7 @@ def test_what_is_refused_or_only_planned_reads_nothing(
     [
         ("--ngen", "9999999"),
         ("--max-tokens", "3"),
+        ("--max-tokens", "99999999"),
         ("--logits", "/proc/none/logits"),
         ("--trace", "/proc/none/trace"),
     ],
@@ -115,6 +116,18 @@ def test_what_is_refused_or_only_planned_reads_nothing(
 def test_what_is_refused_behind_a_text_reads_nothing(home: Path, arguments: Sequence[str]) -> None:
     result = k3_run(home, *arguments, prompt=["a text of some tokens"])
     assert result.exit_code in (2, 6), result.output
+
+
+@pytest.mark.usefixtures("never_read")
+@pytest.mark.parametrize("name", ["generation_config.json", "tiktoken.model", "tokenizer_config.json"])
+def test_small_files_that_are_not_there_or_damaged_are_refused_first(home: Path, name: str) -> None:
+    if name == "generation_config.json":
+        (home / name).write_text("{}")
+    else:
+        (home / name).unlink()
+    result = k3_run(home, prompt=["a text of some tokens"])
+    assert result.exit_code in (1, 4, 6, 7), result.output
+    assert name in result.stderr
 
 
 @pytest.mark.usefixtures("never_read")
