@@ -49,7 +49,8 @@ class HugePages:
         """What a user should know: what was granted, what the rest costs, and what to do about it."""
         return (
             f"huge pages: granted {format_size(self.granted_bytes)} of {format_size(self.asked_bytes)} asked for; "
-            f"reads past the page cache into pages of 4 KiB can take more than twice as long. {_advice()}"
+            "what is read past the page cache into the rest, pages of 4 KiB, can take more than twice as long. "
+            f"{_advice()}"
         )
 
 

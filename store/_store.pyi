@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 Payload = npt.NDArray[np.uint8]
-R = TypeVar("R")
-S = TypeVar("S")
+_R = TypeVar("_R")
+_S = TypeVar("_S")
 
 def xxh3_128(data: Buffer) -> bytes:
     """The 16 bytes of xxh3-128, seed 0, canonical order. Releases the interpreter's lock."""
@@ -140,9 +140,9 @@ class Grants:
         awaited: set[int],
         views: dict[tuple[int, int], Payload],
         view: Callable[[int, int], Payload],
-        on_release: Callable[[R, S, int, int], None],
-        request: R,
-        session: S,
+        on_release: Callable[[_R, _S, int, int], None],
+        request: _R,
+        session: _S,
     ) -> list[Lease]:
         """Make them leases, in order; their experts are taken from `awaited` (AssertionError for one not in it).
 

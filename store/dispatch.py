@@ -277,13 +277,15 @@ class Dispatch:
     def _granted(self, session: Session, grants: Grants) -> None:
         """Leases of one request: to it, or back if nobody wants them any more."""
         request = self._requests.get(grants.tag)
-        if request is None:
+        if request is None or (
+            request.closed and not request.awaited.issuperset(expert for expert, _, _ in grants.slots())
+        ):
             raise AssertionError(
                 f"the daemon granted what nobody asked for with tag {grants.tag}: {grants.slots()}"
             )
         if request.closed:
             for expert, slot, generation in grants.slots():
-                request.awaited.remove(expert)
+                request.awaited.discard(expert)
                 session.release(slot, generation)
                 self._free_ticket(session, request)
             session.flush()

@@ -30,7 +30,8 @@ class RequestStream(ReadyLeases, Generic[R]):
     """The leases of one request of a source, as they arrive. Leaving a with block closes it."""
 
     def __init__(self, source: StreamOwner[R], request: R, ready: deque[Lease] | None = None) -> None:
-        """What is in `ready` is handed out without asking the source, which empties it when it is closed."""
+        """What is in `ready` is handed out without asking the source, which in the end empties it when it is
+        closed."""
         super().__init__(deque() if ready is None else ready)
         self._is_over = False
         self._source = source

@@ -65,6 +65,8 @@ PyObject* lease_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 int lease_traverse(PyObject* self, visitproc visit, void* arg) {
     Lease* const lease = as_lease(self);
     Py_VISIT(Py_TYPE(self));
+    Py_VISIT(lease->layer);
+    Py_VISIT(lease->expert);
     Py_VISIT(lease->payload);
     Py_VISIT(lease->on_release);
     Py_VISIT(lease->given);
@@ -147,6 +149,7 @@ PyMethodDef lease_methods[] = {
 };
 
 PyType_Slot lease_slots[] = {
+    {Py_tp_doc, const_cast<char*>("One expert in RAM, on loan. A context manager: leaving it releases. Sources make them.")},
     {Py_tp_new, reinterpret_cast<void*>(lease_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(lease_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(lease_traverse)},
@@ -161,8 +164,12 @@ PyType_Spec lease_spec = {"k3.store._store.Lease", sizeof(Lease), 0, Py_TPFLAGS_
 
 // ReadyLeases
 
-int ready_init(PyObject* self, PyObject* args, PyObject*) {
+int ready_init(PyObject* self, PyObject* args, PyObject* kwargs) {
     PyObject* ready;
+    if (kwargs != nullptr && PyDict_GET_SIZE(kwargs) > 0) {
+        PyErr_SetString(PyExc_TypeError, "ReadyLeases() takes no keyword arguments");
+        return -1;
+    }
     if (!PyArg_ParseTuple(args, "O", &ready)) return -1;
     Py_XSETREF(as_ready(self)->ready, Py_NewRef(ready));
     return 0;
@@ -229,9 +236,9 @@ nb::list make_leases(const std::vector<Completion>& granted, const LendTo& to) {
     for (const Completion& completion : granted) {
         const nb::object layer = checked(PyLong_FromUnsignedLong(completion.layer));
         const nb::object expert = checked(PyLong_FromUnsignedLong(completion.expert));
-        const int was_awaited = PySet_Discard(to.awaited.ptr(), expert.ptr());
-        if (was_awaited < 0) throw nb::python_error();
-        if (was_awaited == 0) {
+        const int is_awaited = PySet_Contains(to.awaited.ptr(), expert.ptr());
+        if (is_awaited < 0) throw nb::python_error();
+        if (is_awaited == 0) {
             PyErr_Format(PyExc_AssertionError, "the daemon granted layer %S, expert %S, which nobody asked for",
                          layer.ptr(), expert.ptr());
             throw nb::python_error();
@@ -243,6 +250,13 @@ nb::list make_leases(const std::vector<Completion>& granted, const LendTo& to) {
         leases.append(checked(new_lease(lease_type, nb::object(layer).release().ptr(), nb::object(expert).release().ptr(),
                                         payload.release().ptr(), nb::object(to.on_release).release().ptr(),
                                         given.release().ptr())));
+    }
+    // Only now that all of them are made: what failed before this is still awaited.
+    for (nb::handle lease : leases) {
+        PyObject* const expert = as_lease(lease.ptr())->expert;
+        const int was_awaited = PySet_Discard(to.awaited.ptr(), expert);
+        if (was_awaited == 0) PyErr_Format(PyExc_AssertionError, "the daemon granted expert %S twice", expert);
+        if (was_awaited <= 0) throw nb::python_error();
     }
     return leases;
 }

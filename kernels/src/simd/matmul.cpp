@@ -29,11 +29,14 @@ K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, 
     // A single row of x is as fast as memory: ask for the next RT rows of W in the order in which they lie, and
     // where these are short for what comes later, or it would not be there in time.
     constexpr bool kFetch = RT > 1 && ST == 1;
-    const int64_t rows_bytes = kFetch ? RT * (w[1].bytes() - w[0].bytes()) : 0;
-    const char* next = w[0].bytes() + (rows_bytes < kFarBytes ? kFarBytes : rows_bytes);
+    uintptr_t next = 0;
+    if constexpr (kFetch) {
+        const int64_t rows_bytes = RT * (w[1].bytes() - w[0].bytes());
+        next = reinterpret_cast<uintptr_t>(w[0].bytes()) + (rows_bytes < kFarBytes ? kFarBytes : rows_bytes);
+    }
     for (int64_t k = 0; k < whole; k += kLanes) {
         if (kFetch) {
-            for (int at = 0; at < RT * Source::kStepBytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+            for (int at = 0; at < RT * Source::kStepBytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(next + at), 0, 2);
             next += RT * Source::kStepBytes;
         }
         F16 part[ST];
