@@ -278,6 +278,8 @@ class Progress:
                 total=self.total_bytes, desc=self.what, unit="B", unit_scale=True, dynamic_ncols=True,
                 file=sys.stderr, leave=False,
             )  # fmt: skip
+            began_s = time.time() - (time.monotonic() - self._start)  # the rate is that since the beginning
+            self._made_bar.start_t = self._made_bar.last_print_t = began_s
         return self._made_bar
 
     def _line(self) -> None:

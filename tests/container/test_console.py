@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -238,6 +240,22 @@ def test_progress_without_a_terminal_is_silent(capsys: pytest.CaptureFixture[str
     progress.advance(50)
     progress.close()
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_that_is_made_late_shows_the_rate_since_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = Progress("reading", 1000)
+    time.sleep(0.2)
+    progress.advance(200)
+    bar = progress._bar()
+    assert bar is not None
+    assert 0.2 <= bar.format_dict["elapsed"] < 20
+    progress.close()
+    assert "reading" in terminal.getvalue()
+    progress.advance(1)  # after the end, nothing is drawn again
+    assert progress._bar() is None
 
 
 def test_json_lines_can_be_written_to_any_terminal() -> None:
