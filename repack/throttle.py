@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
+TURN_S = 0.2
+"""Longest sleep in one go. A signal that comes just before a sleep begins does not shorten it, and a block can be
+due after minutes: Ctrl-C waits for the turn at most."""
+
 
 class Throttle:
     """Spreads transfers so that no more than `bytes_per_s` pass on average; None lets everything pass."""
@@ -20,6 +24,6 @@ class Throttle:
             return
         with self._lock:
             now = time.monotonic()
-            self._free_at = max(now, self._free_at) + nbytes / self.bytes_per_s
-            wait_s = self._free_at - now
-        time.sleep(wait_s)
+            self._free_at = due = max(now, self._free_at) + nbytes / self.bytes_per_s
+        while (wait_s := due - time.monotonic()) > 0:
+            time.sleep(min(wait_s, TURN_S))

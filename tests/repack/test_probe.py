@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from k3.repack import probe
 from k3.repack.buffers import BufferPool
 from k3.repack.probe import drive_rate, read_rate, shares_from_rates
 from k3.repack.shard_stream import BLOCKS, ShardStreamer
-from k3.repack.throttle import Throttle
+from k3.repack.throttle import TURN_S, Throttle
 
 rates_lists = st.lists(st.floats(1e5, 1e11), min_size=1, max_size=8)
 
@@ -83,6 +84,21 @@ def test_a_throttle_spreads_bytes_over_time() -> None:
     for _ in range(4):
         throttle.pay(50_000)
     assert time.monotonic() - start >= 0.19
+
+
+def test_a_throttle_sleeps_in_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal just before a sleep does not shorten it: Ctrl-C must not wait for a whole block."""
+    now_s, slept = 100.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        slept.append(seconds)
+        now_s += seconds
+
+    monkeypatch.setattr("k3.repack.throttle.time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    Throttle(1_000_000).pay(30_000_000)
+    assert max(slept) <= TURN_S
+    assert sum(slept) == pytest.approx(30)
 
 
 @given(st.integers(1, 5), st.integers(1, 20_000))
