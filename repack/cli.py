@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -26,6 +25,7 @@ from k3.container.console import (
 )  # fmt: skip
 from k3.container.errors import ExitCode
 from k3.container.recipe import MATRIX_ENCODINGS, Recipe
+from k3.repack import interrupts
 from k3.repack.compare import Comparison
 from k3.repack.plan import Plan
 from k3.repack.preflight import DriveNeed, check_space, drive_needs, estimate
@@ -102,11 +102,6 @@ class _Display(Watcher):
         if self._progress is not None:
             self._progress.close()
             self._progress = None
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    """End like Ctrl-C, also where that is ignored (a job that a script has put into the background)."""
-    raise KeyboardInterrupt
 
 
 @click.command(cls=Command, epilog=exit_code_help(_CODES))
@@ -198,7 +193,7 @@ def main(
         recipe=Recipe(int(bits), int(mla_bits), int(head_bits)), in_place=in_place, layers=layers,
         direct=direct, bytes_per_s=bwlimit, verify_full=verify,
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts.install()
     body: Callable[[], int | None]
     if plan_only:
         body, interrupted = lambda: _print_plan(request, as_json), "nothing was written"

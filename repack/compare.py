@@ -28,6 +28,7 @@ from k3.container.layout import MANIFEST_NAME, ROOT_NAME
 from k3.container.reader import Container
 from k3.repack.assemble import EXPERT_BUFFERS, Assembler
 from k3.repack.buffers import BufferPool
+from k3.repack.interrupts import submit
 from k3.repack.plan import Plan, PlannedTensor, Span
 from k3.repack.shard_stream import ShardStreamer
 from k3.repack.throttle import Throttle
@@ -238,7 +239,7 @@ class CompareDestination:
     def _submit(self, work: Callable[[], None]) -> None:
         if len(self._tasks) >= 4 * EXPERT_BUFFERS:
             self._tasks.pop(0).result()
-        self._tasks.append(self._readers.submit(work))
+        self._tasks.append(submit(self._readers, work))
 
     def _extents(self, key: ExpertKey) -> list[CatalogExtent]:
         return self._container.catalog.expert(key.layer, key.expert) or []

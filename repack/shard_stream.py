@@ -14,6 +14,7 @@ from types import TracebackType
 
 from k3.container.direct import Bytes, ReadFile
 from k3.container.pages import huge_buffer
+from k3.repack.interrupts import submit
 from k3.repack.throttle import Throttle
 
 BLOCK_BYTES = 8 << 20
@@ -71,7 +72,7 @@ class ShardStreamer:
                     buffer = free.popleft()
                     length = min(BLOCK_BYTES, size_bytes - next_offset)
                     self._throttle.pay(length)
-                    future = self._readers.submit(file.read, next_offset, length, buffer)
+                    future = submit(self._readers, file.read, next_offset, length, buffer)
                     reading.append((next_offset, buffer, future))
                     next_offset += length
                 if not reading:
@@ -79,7 +80,7 @@ class ShardStreamer:
                 offset, buffer, future = reading.popleft()
                 block = future.result()
                 if sha256 is not None:
-                    hashing.append((buffer, self._hasher.submit(sha256.update, block.data)))
+                    hashing.append((buffer, submit(self._hasher, sha256.update, block.data)))
                 yield offset, block
                 if sha256 is None:
                     free.append(buffer)

@@ -19,6 +19,7 @@ from k3.container.errors import K3Error, ResumeError
 from k3.container.keys import ExpertKey
 from k3.container.layout import PARTIAL_SUFFIX
 from k3.repack.buffers import BufferPool
+from k3.repack.interrupts import submit
 from k3.repack.journal import Journal, ShardRecord
 from k3.repack.plan import Plan, PlannedTensor, Span
 
@@ -156,7 +157,7 @@ class WriteDestination:
             finally:
                 finished()
 
-        self._waiting.append(self._pools[self._plan.files[number].root].submit(work))
+        self._waiting.append(submit(self._pools[self._plan.files[number].root], work))
 
     def _file(self, number: int) -> WriteFile:
         file = self._files.get(number)
@@ -196,7 +197,7 @@ class WriteDestination:
                 file.sync()
             self._journal.commit(experts, tensors, shards)
 
-        self._commit = self._committer.submit(work)
+        self._commit = submit(self._committer, work)
         # Only now: an interrupt before this line leaves everything to be committed once more, which is harmless.
         self._waiting, self._experts, self._tensors, self._shards = [], {}, {}, {}
         self._dirty = set()
