@@ -28,7 +28,7 @@ from k3.container.layout import MANIFEST_NAME, ROOT_NAME
 from k3.container.reader import Container
 from k3.repack.assemble import EXPERT_BUFFERS, Assembler
 from k3.repack.buffers import BufferPool
-from k3.repack.interrupts import submit
+from k3.repack.interrupts import result, submit
 from k3.repack.plan import Plan, PlannedTensor, Span
 from k3.repack.shard_stream import ShardStreamer
 from k3.repack.throttle import Throttle
@@ -168,7 +168,7 @@ class CompareDestination:
         """Wait for comparisons under way."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
-            task.result()
+            result(task)
         while self._files:  # a shard's files are not needed for the next one: few descriptors at any time
             self._files.popitem()[1].close()
 
@@ -238,7 +238,7 @@ class CompareDestination:
 
     def _submit(self, work: Callable[[], None]) -> None:
         if len(self._tasks) >= 4 * EXPERT_BUFFERS:
-            self._tasks.pop(0).result()
+            result(self._tasks.pop(0))
         self._tasks.append(submit(self._readers, work))
 
     def _extents(self, key: ExpertKey) -> list[CatalogExtent]:

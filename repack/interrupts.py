@@ -1,18 +1,25 @@
-"""Ctrl-C and SIGTERM as `KeyboardInterrupt` in the main thread, but not while work is handed to a pool.
+"""Ctrl-C and SIGTERM as `KeyboardInterrupt` in the main thread, but not inside a pool's or a future's own code.
 
-`ThreadPoolExecutor.submit` takes locks that are written in Python: an exception between taking one and the block
-that gives it back leaves it taken, the pool's threads wait for it for ever, and so does who waits for their work.
+`ThreadPoolExecutor.submit` and `Future.result` take locks that are written in Python: an exception between taking
+one and the block that gives it back leaves it taken, the pool's threads wait for it forever, and so does who waits
+for their work.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as StillRunning
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+TURN_S = 0.2
+"""Longest that an interrupt is held while a result is waited for."""
 
 
 class _Interrupts:
@@ -31,9 +38,26 @@ def install() -> None:
 
 def submit(pool: Executor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """`pool.submit`, from the main thread; an interrupt that comes meanwhile is raised when it is done."""
+    with _held():
+        return pool.submit(work, *args, **kwargs)
+
+
+def result(future: Future[T]) -> T:
+    """`future.result()`, from the main thread; an interrupt that comes then is raised after a turn at most."""
+    while True:
+        with _held():
+            try:
+                return future.result(TURN_S)
+            except StillRunning:
+                if future.done():  # it is what the work itself raised, or the work is done just now
+                    return future.result()
+
+
+@contextmanager
+def _held() -> Iterator[None]:
     _Interrupts.held = True
     try:
-        return pool.submit(work, *args, **kwargs)
+        yield
     finally:
         _Interrupts.held = False
         if _Interrupts.pending:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from k3.container.direct import Bytes, ReadFile
 from k3.container.pages import huge_buffer
-from k3.repack.interrupts import submit
+from k3.repack.interrupts import result, submit
 from k3.repack.throttle import Throttle
 
 BLOCK_BYTES = 8 << 20
@@ -78,7 +78,7 @@ class ShardStreamer:
                 if not reading:
                     break
                 offset, buffer, future = reading.popleft()
-                block = future.result()
+                block = result(future)
                 if sha256 is not None:
                     hashing.append((buffer, submit(self._hasher, sha256.update, block.data)))
                 yield offset, block
@@ -86,10 +86,10 @@ class ShardStreamer:
                     free.append(buffer)
                 while hashing and (hashing[0][1].done() or not free):
                     done_buffer, hashed = hashing.popleft()
-                    hashed.result()
+                    result(hashed)
                     free.append(done_buffer)
             for _, hashed in hashing:
-                hashed.result()
+                result(hashed)
         finally:
             # The buffers belong to the next shard: nobody may still be filling or hashing them.
             for _, _, future in reading:

@@ -19,7 +19,7 @@ from k3.container.errors import K3Error, ResumeError
 from k3.container.keys import ExpertKey
 from k3.container.layout import PARTIAL_SUFFIX
 from k3.repack.buffers import BufferPool
-from k3.repack.interrupts import submit
+from k3.repack.interrupts import result, submit
 from k3.repack.journal import Journal, ShardRecord
 from k3.repack.plan import Plan, PlannedTensor, Span
 
@@ -105,7 +105,7 @@ class WriteDestination:
         """Make everything handed over durable and journalled."""
         self._begin_commit()
         if self._commit is not None:
-            self._commit.result()
+            result(self._commit)
             self._commit = None
 
     # -- the run's own calls
@@ -177,7 +177,7 @@ class WriteDestination:
         done = [future for future in self._waiting if future.done()]
         if len(done) > 64:
             for future in done:
-                future.result()
+                result(future)
             finished = set(done)
             self._waiting = [future for future in self._waiting if future not in finished]
         if self._since_commit_bytes >= COMMIT_BYTES:
@@ -186,7 +186,7 @@ class WriteDestination:
     def _begin_commit(self) -> None:
         """Start making the units handed over so far durable; one commit at a time, beside the streaming."""
         if self._commit is not None:
-            self._commit.result()
+            result(self._commit)
         waiting, experts, tensors, shards = self._waiting, self._experts, self._tensors, self._shards
         files = [self._files[number] for number in sorted(self._dirty)]
 
