@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from attacks.builders import CONFIG, SHARD, add, attack, edit_json, shard_name
 from k3.container.errors import ConfigError, ExpertError, SourceError
+from tests.attacks.builders import CONFIG, SHARD, add, attack, edit_json, shard_name
 
 
 @attack(ConfigError, "does not exist; it holds", file=CONFIG)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attacks.builders import (
+from k3.container.errors import ExpertError, QuantizeError, SourceError
+from tests.attacks.builders import (
     A_LOG_1,
     CONFIG,
     EXPERTS_1,
@@ -17,7 +18,6 @@ from attacks.builders import (
     replace,
     reshard,
 )
-from k3.container.errors import ExpertError, QuantizeError, SourceError
 
 
 @attack(ExpertError, "the expert is missing; the layer has 3 of 4", tensor=f"{EXPERTS_1}2")

@@ -6,8 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-from attacks.builders import INDEX, SHARD, add, attack, compact, join, shard_name, split
 from k3.container.errors import HeaderError, ShardError, SourceError
+from tests.attacks.builders import INDEX, SHARD, add, attack, compact, join, shard_name, split
 
 
 @attack(ShardError, "is empty")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attacks.builders import NORM_1, ROUTER_1, SHARD, add, attack, edit_header, join, put_header, split
 from k3.container.errors import HeaderError, ShardError
+from tests.attacks.builders import NORM_1, ROUTER_1, SHARD, add, attack, edit_header, join, put_header, split
 
 
 def _text(name: str, why: str, says: str, change: Callable[[bytes], bytes], **where: Any) -> None:

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from attacks.builders import (
+from k3.container.errors import IndexFileError, ShardError
+from tests.attacks.builders import (
     INDEX,
     NORM_1,
     SHARD,
@@ -19,7 +20,6 @@ from attacks.builders import (
     tensors_of,
     write_tensors,
 )
-from k3.container.errors import IndexFileError, ShardError
 
 
 @attack(IndexFileError, "does not exist, but there are shards", file=INDEX)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from attacks import ATTACKS, Attack, base
 from k3.container.errors import K3Error
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
+from tests.attacks import ATTACKS, Attack, base
 
 RECIPE = Recipe(bits=8, mla_bits=8, head_bits=4)
 
@@ -94,7 +94,7 @@ def readme() -> str:
         "",
         "Each row is one way in which a snapshot can be broken, by accident or on purpose, and why it must be",
         "refused. `builders.py` has the tools, the `on_*.py` files the attacks; `test_attacks.py` runs them.",
-        "This file is written by `PYTHONPATH=tests python tests/attacks/test_attacks.py`.",
+        "This file is written by `python -m tests.attacks.test_attacks`.",
         "",
         "| attack | why it is refused | error | message says |",
         "|---|---|---|---|",

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from barred import BARRED, machine_grants
 
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+from tests.support.barred import BARRED, machine_grants
 
 COMMANDS = {
     name: [sys.executable, "-c", f"from k3.{room}.cli import main; main(prog_name='{name}')"]

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from repacked import SMALL, WIDE, check_container, command, repacked, tree
 
 from k3.repack.cli import main
 from k3.verify.synthetic import write_snapshot
+from tests.support.repacked import SMALL, WIDE, check_container, command, repacked, tree
 
 PROGRAM = str(Path(sys.executable).with_name("k3-repack"))
 

@@ -17,7 +17,6 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from engines import GOLDEN_REL_L2, VECTORS, copied, golden, rel_l2
 
 from k3.container.layout import VERSION
 from k3.container.recipe import Recipe
@@ -31,6 +30,7 @@ from k3.store.cli import main as store_main
 from k3.store.memory import MemorySource
 from k3.store.source import SourceStats
 from k3.verify.cli import main as verify_main
+from tests.support.engines import GOLDEN_REL_L2, VECTORS, copied, golden, rel_l2
 
 TINY = str(VECTORS / "tiny_s1")
 EXACT = ["--bits", "16", "--mla-bits", "16", "--head-bits", "16", "--exact"]

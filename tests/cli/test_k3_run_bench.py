@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from daemons import daemon_inside
-from engines import VECTORS
 
 from k3.container.huge_pages import HugePages
 from k3.container.memory_limit import Limit
@@ -26,6 +24,8 @@ from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.file import FileSource
 from k3.store.source import SourceStats
+from tests.support.daemons import daemon_inside
+from tests.support.engines import VECTORS
 
 TINY = str(VECTORS / "tiny_s1")
 

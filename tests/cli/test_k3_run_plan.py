@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from daemons import daemon_inside
-from engines import VECTORS
 
 from k3.container.huge_pages import HugePages
 from k3.container.memory_limit import Limit
@@ -22,6 +20,8 @@ from k3.engine.model import Model
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.daemon_model import DaemonModel
+from tests.support.daemons import daemon_inside
+from tests.support.engines import VECTORS
 
 TINY = ["--snapshot", str(VECTORS / "tiny_s1")]
 RATES = ["--drive-gb-per-s", "2", "--memory-gb-per-s", "10"]

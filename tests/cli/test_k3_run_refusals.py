@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from containers import flip
-from engines import VECTORS, copied
 
 from k3.container.reader import Container
 from k3.engine import budget, output, starting
 from k3.engine.cli import main
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
+from tests.support.containers import flip
+from tests.support.engines import VECTORS, copied
 
 TINY = str(VECTORS / "tiny_s1")
 ENVIRONMENT = ("BITS", "MLA_BITS", "HEAD_BITS", "EXPERT_GB", "TOPP", "CHUNK", "LAYERS", "DIRECT", "MAXT")

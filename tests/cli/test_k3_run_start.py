@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from containers import flip
-from engines import VECTORS
 
 from k3.container import dense_load
 from k3.container.dense_load import DenseLoad
@@ -25,6 +23,8 @@ from k3.engine.cli import main
 from k3.engine.plan import MemoryPlan
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
+from tests.support.containers import flip
+from tests.support.engines import VECTORS
 
 FIRST = "language_model.model.embed_tokens.weight"
 

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from daemons import daemon_inside
-from engines import VECTORS, golden
-from mounts import read_only, small_tmpfs
 
 from k3.container.errors import DriveError
 from k3.engine import starting
@@ -24,6 +21,9 @@ from k3.engine.model import Model
 from k3.engine.session import Session
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
+from tests.support.daemons import daemon_inside
+from tests.support.engines import VECTORS, golden
+from tests.support.mounts import read_only, small_tmpfs
 
 TINY = ["--snapshot", str(VECTORS / "tiny_s1"), "--ignore-eos"]
 IDS = golden("tiny_s1")["input_ids"].tolist()

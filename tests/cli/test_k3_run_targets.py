@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from daemons import daemon_inside
-from engines import VECTORS, copied
-from mounts import small_tmpfs
 
 from k3.engine import starting
 from k3.engine.cli import main
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
+from tests.support.daemons import daemon_inside
+from tests.support.engines import VECTORS, copied
+from tests.support.mounts import small_tmpfs
 
 TINY = str(VECTORS / "tiny_s1")
 OPTIONS = ["--logits", "--trace", "--route-trace"]

@@ -12,7 +12,6 @@ import lmdb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mounts import small_tmpfs
 
 from k3.container.catalog import (
     CatalogExtent,
@@ -27,6 +26,7 @@ from k3.container.errors import ContainerError, DamageError, DriveError, K3Error
 from k3.container.keys import DTYPE_BITS, Encoding
 from k3.container.layout import pack_piece
 from k3.container.manifest import DataFile
+from tests.support.mounts import small_tmpfs
 
 _digests = st.binary(min_size=16, max_size=16)
 _sizes = st.integers(0, 2**48)

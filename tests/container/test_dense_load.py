@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from containers import DENSE, Built, build_container, flip
-from faults import DriveFaults, Fault
 
 from k3.container import dense_load
 from k3.container.dense_load import DenseLoad
 from k3.container.errors import DamageError, DriveError
 from k3.container.keys import PAGE_BYTES
 from k3.container.reader import Container
+from tests.support.containers import DENSE, Built, build_container, flip
+from tests.support.faults import DriveFaults, Fault
 
 NAMES = [name for name, *_ in DENSE]
 

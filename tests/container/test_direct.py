@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mounts import read_only, resize, small_tmpfs
 
 from k3.container import direct
 from k3.container.direct import (
@@ -27,6 +26,7 @@ from k3.container.direct import (
 )
 from k3.container.errors import DriveError, SpaceError
 from k3.container.keys import PAGE_BYTES
+from tests.support.mounts import read_only, resize, small_tmpfs
 
 SIZE = 9 * PAGE_BYTES + 1234
 CONTENT = np.random.default_rng(5).integers(1, 256, SIZE, dtype=np.uint8).tobytes()

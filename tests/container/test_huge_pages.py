@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from barred import BARRED, machine_grants
 
 from k3.container import huge_pages as module
 from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.keys import PAGE_BYTES
 from k3.container.pages import HUGE_PAGE_BYTES, huge_buffer, populate
+from tests.support.barred import BARRED, machine_grants
 
 MB = 1 << 20
 

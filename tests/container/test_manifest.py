@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import build_container
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from k3.container.manifest import (
     SourceShard,
     parse_manifest,
 )
+from tests.support.containers import build_container
 
 PATH = Path("manifest.json")
 _text = st.text(st.characters(codec="utf-8"), max_size=12)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from containers import DENSE, Built, build_container, flip, write_manifest
-from mounts import read_only
 
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent
@@ -26,6 +24,8 @@ from k3.container.errors import (
 from k3.container.keys import Encoding, ExpertKey, tensor_bytes
 from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_NAME
 from k3.container.reader import Container, unused_places
+from tests.support.containers import DENSE, Built, build_container, flip, write_manifest
+from tests.support.mounts import read_only
 
 
 @pytest.fixture(params=["one root", "three roots", "in place"])

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
-from attacks.builders import MODEL, SHARD, edit_json, reshard, shard_name, tensors_of, write_tensors
 
 from k3 import kernels
 from k3.container import regular_file, tensor_reader
@@ -23,6 +22,7 @@ from k3.container.keys import Encoding, is_vision, parse_expert_name
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
 from k3.verify.synthetic import SyntheticModel, write_snapshot, write_sparse_snapshot
+from tests.attacks.builders import MODEL, SHARD, edit_json, reshard, shard_name, tensors_of, write_tensors
 
 NVFP4_PARTS = ("w1.input_scale", "w1.weight", "w1.weight_scale", "w1.weight_scale_2", "w2.weight")
 

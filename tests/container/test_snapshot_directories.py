@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from attacks.builders import CONFIG, INDEX, MODEL, SHARD, edit_json, shard_name
 
 from k3.container.errors import ConfigError, IndexFileError, ShardError, SourceError
 from k3.container.hf_cache import blob_sha256, snapshot_directory
 from k3.container.snapshot import Snapshot
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+from tests.attacks.builders import CONFIG, INDEX, MODEL, SHARD, edit_json, shard_name
 
 
 @pytest.fixture

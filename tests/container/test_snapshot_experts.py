@@ -7,18 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attacks.builders import (
-    EXPERTS_1,
-    MODEL,
-    NORM_1,
-    SHARD,
-    drop,
-    edit_map,
-    reshard,
-    shard_name,
-    tensors_of,
-    write_tensors,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +19,18 @@ from k3.container.shard import Shard
 from k3.container.snapshot import Snapshot
 from k3.container.snapshot_checks import check_expert_layers
 from k3.verify.synthetic import write_snapshot
+from tests.attacks.builders import (
+    EXPERTS_1,
+    MODEL,
+    NORM_1,
+    SHARD,
+    drop,
+    edit_map,
+    reshard,
+    shard_name,
+    tensors_of,
+    write_tensors,
+)
 
 SHARDS = [Shard(name, Path(name), 1000, 0, None) for name in ("a", "b")]
 

@@ -8,22 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attacks import ATTACKS
-from attacks.builders import (
-    EXPERTS_1,
-    INDEX,
-    MODEL,
-    NORM_1,
-    SHARD,
-    edit_header,
-    edit_json,
-    edit_map,
-    fields_of,
-    offset_of,
-    reshard,
-    shard_name,
-    split,
-)
 
 from k3 import kernels
 from k3.container.errors import (
@@ -39,6 +23,22 @@ from k3.container.headers import build_header
 from k3.container.modelconfig import text_config
 from k3.container.snapshot import Snapshot
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+from tests.attacks import ATTACKS
+from tests.attacks.builders import (
+    EXPERTS_1,
+    INDEX,
+    MODEL,
+    NORM_1,
+    SHARD,
+    edit_header,
+    edit_json,
+    edit_map,
+    fields_of,
+    offset_of,
+    reshard,
+    shard_name,
+    split,
+)
 
 BY_NAME = {attack.name: attack for attack in ATTACKS}
 

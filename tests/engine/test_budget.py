@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engines import VECTORS, snapshot
 
 from k3.container.errors import UnsupportedError
 from k3.container.memory_limit import Limit
@@ -11,6 +10,7 @@ from k3.engine.budget import Need, check_fits
 from k3.engine.finding import find_model
 from k3.engine.plan import dense_bytes, plan_memory
 from k3.engine.settings import ModelSettings
+from tests.support.engines import VECTORS, snapshot
 
 GB = 10**9
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import snapshot
 
 from k3.container.errors import DriveError
 from k3.engine import ceilings
 from k3.engine.ceilings import MemoryMeter, drive_rate
+from tests.support.engines import snapshot
 
 
 @pytest.mark.parametrize("threads", [1, 3])

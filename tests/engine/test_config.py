@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import VECTORS
 
 from k3.container.errors import ConfigError, UnsupportedError
 from k3.engine.config import ModelConfig, parse_layers
+from tests.support.engines import VECTORS
 
 PATH = Path("config.json")
 RAW = json.loads((VECTORS / "tiny_s0" / "config.json").read_text())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engines import VECTORS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from k3.engine.detokenizer import Detokenizer
 from k3.engine.tokenizer import Tokenizer, read_ranks, read_special_names
+from tests.support.engines import VECTORS
 
 CONFIG = VECTORS / "tiny_s0" / "tokenizer_config.json"
 

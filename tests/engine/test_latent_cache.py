@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import all_logits, golden, loaded, rel_l2, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from k3.engine.session import Session
 from k3.engine.state import MlaState, State
 from k3.engine.state_size import state_bytes
 from k3.kernels import reference
+from tests.support.engines import all_logits, golden, loaded, rel_l2, snapshot
 
 NARROW: tuple[LatentType, ...] = ("bf16", "f16")
 UNIT = {"bf16": 2.0**-8, "f16": 2.0**-11}

@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 import pytest
-from engines import GOLDEN_REL_L2, Array, golden, loaded, rel_l2, snapshot
 
 from k3 import kernels
 from k3.engine.state import State
+from tests.support.engines import GOLDEN_REL_L2, Array, golden, loaded, rel_l2, snapshot
 
 ACTIVATIONS_REL_L2 = 0.025
 """Of half a layer with int8 activations against the same half computed exactly, on the same weights."""

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from containers import flip
-from engines import VECTORS, Array, all_logits, golden, loaded, snapshot
-from faults import DriveFaults
 
 from k3.container.dense_load import DenseLoad
 from k3.container.errors import DamageError
@@ -31,6 +28,9 @@ from k3.engine.tensor_names import needed_names
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.file import FileSource
+from tests.support.containers import flip
+from tests.support.engines import VECTORS, Array, all_logits, golden, loaded, snapshot
+from tests.support.faults import DriveFaults
 
 IDS = golden("tiny_s1")["input_ids"]
 LATE = "language_model.model.layers.4.self_attn.o_proj.weight"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import Array, all_logits, golden, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from k3.engine.model import Model, ModelOptions
 from k3.engine.session import Session
 from k3.store.file import FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
+from tests.support.engines import Array, all_logits, golden, snapshot
 
 Event = tuple[str, int, tuple[int, ...]]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import GOLDEN_REL_L2, Array, all_logits, golden, loaded, rel_l2, snapshot
 
 from k3.engine.config import ModelConfig
 from k3.engine.model import Model, ModelOptions
@@ -17,6 +16,7 @@ from k3.engine.session import Session
 from k3.engine.state import KdaState, MlaState, State
 from k3.store.file import FileSource
 from k3.verify.reference import ReferenceModel
+from tests.support.engines import GOLDEN_REL_L2, Array, all_logits, golden, loaded, rel_l2, snapshot
 
 LAYER_REL_L2 = 2e-6
 """One layer from its golden input: there is little room to drift in."""

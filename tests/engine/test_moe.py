@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from engines import Array, all_logits, golden, loaded, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -17,6 +16,7 @@ from k3.container.keys import ExpertKey, ExpertLayout, ExpertPart
 from k3.engine.moe import ExpertSum, LatentMoe, Routing, expert_matrices, kept_experts
 from k3.store.memory import MemorySource
 from k3.store.source import ExpertSource
+from tests.support.engines import Array, all_logits, golden, loaded, snapshot
 
 WEIGHTS = hnp.arrays(
     np.float32, st.tuples(st.integers(1, 4), st.integers(1, 7)), elements=st.floats(2**-7, 1, width=32)

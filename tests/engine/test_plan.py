@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from engines import VECTORS, loaded, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from k3.engine.tensor_names import expected_tensors
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.file import WORKING_SLOTS, FileSource
+from tests.support.engines import VECTORS, loaded, snapshot
 
 CONFIG = ModelConfig.from_raw(snapshot().config, Path("config.json"))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engines import Array, all_logits, golden, loaded, snapshot
-from faults import FaultySource
 
 from k3 import kernels
 from k3.engine.model import Model
 from k3.engine.session import Session
 from k3.store.source import ExpertSource
+from tests.support.engines import Array, all_logits, golden, loaded, snapshot
+from tests.support.faults import FaultySource
 
 IDS = golden("tiny_s1")["input_ids"]
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemons import daemon_inside
-from engines import Array
 
 from k3 import kernels
 from k3.container.keys import PAGE_BYTES, page_ceil
@@ -31,6 +29,8 @@ from k3.engine.trace import Tracer
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+from tests.support.daemons import daemon_inside
+from tests.support.engines import Array
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 

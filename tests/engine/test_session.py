@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import all_logits, golden, loaded, snapshot
-from faults import FaultySource
 
 from k3.container.errors import DriveError, UnsupportedError
 from k3.container.keys import ExpertKey
@@ -16,6 +14,8 @@ from k3.engine.session import Session
 from k3.engine.state import KdaState, State
 from k3.engine.state_size import state_bytes
 from k3.engine.trace import FileTracer
+from tests.support.engines import all_logits, golden, loaded, snapshot
+from tests.support.faults import FaultySource
 
 IDS = golden("tiny_s1")["input_ids"].tolist()
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import all_logits, golden, loaded, snapshot
-from faults import FaultySource
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +21,8 @@ from k3.engine.session import Session
 from k3.engine.state import State, state_parts
 from k3.engine.state_file import NUMERICS, Binding, SavedState, StateLayout, write_state
 from k3.engine.state_size import kda_bytes
+from tests.support.engines import all_logits, golden, loaded, snapshot
+from tests.support.faults import FaultySource
 
 IDS = golden("tiny_s1")["input_ids"].tolist()
 SUMS = {False: "b972537dc8475f9709bfb961cdce8d8f", True: "8ff6b6a328c5653c20b98fcd35e4c00f"}

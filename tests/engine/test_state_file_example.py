@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from engines import snapshot
 from safetensors.numpy import load_file
 
 from k3.engine.config import KdaConfig, MlaConfig, ModelConfig
 from k3.engine.state import KdaState, MlaState, State
 from k3.engine.state_file import Binding, SavedState, write_state
+from tests.support.engines import snapshot
 
 PAGE = (Path(__file__).parents[2] / "docs" / "state_file.md").read_text(encoding="utf-8")
 BINDING = Binding(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from engines import VECTORS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from k3.container.errors import ConfigError
 from k3.engine import tokenizer as tokenizer_module
 from k3.engine.tokenizer import PATTERN, Tokenizer, cut_text, read_ranks
+from tests.support.engines import VECTORS
 
 RANKS_FILE = VECTORS / "synthetic.tiktoken.model"
 CONFIG_FILE = VECTORS / "tiny_s0" / "tokenizer_config.json"

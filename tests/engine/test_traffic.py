@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import golden, loaded, snapshot
 
 from k3.engine.config import ModelConfig
 from k3.engine.session import Session
 from k3.engine.state import KdaState, MlaState
 from k3.engine.traffic import Traffic, chunks, parameter_count
+from tests.support.engines import golden, loaded, snapshot
 
 
 def traffic(layers: str | None = None) -> Traffic:

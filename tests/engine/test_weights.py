@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import VECTORS, loaded, snapshot
 
 from k3.container.errors import DamageError, SourceError, UnsupportedError
 from k3.container.source import EncodedTensor
@@ -16,6 +15,7 @@ from k3.engine.config import ModelConfig
 from k3.engine.reading import ReadAhead
 from k3.engine.tensor_names import expected_tensors, needed_names
 from k3.engine.weights import Matrix, Weights
+from tests.support.engines import VECTORS, loaded, snapshot
 
 PREFIX = "language_model."
 

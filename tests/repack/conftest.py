@@ -9,11 +9,11 @@ from typing import Any
 
 import lmdb
 import pytest
-from repacked import WIDE
-from resumed import STEPS, Case, prepared_case, request_in, stop_before
 
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic import write_snapshot
+from tests.support.repacked import WIDE
+from tests.support.resumed import STEPS, Case, prepared_case, request_in, stop_before
 
 REAL_DRIVE = ("test_durability", "test_refusals")
 """Modules that need every fsync; test_kill runs in processes of its own and has them anyway."""

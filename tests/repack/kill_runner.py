@@ -24,8 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from repacked import SMALL, WIDE, tree
-
 from k3.container import direct
 from k3.container.errors import K3Error
 from k3.container.recipe import Recipe
@@ -34,6 +32,7 @@ from k3.repack.journal import Journal
 from k3.repack.request import DEFAULT_RECIPE, RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+from tests.support.repacked import SMALL, WIDE, tree
 
 LAST_EVENTS = 24
 """Publishing is short and must not lose anything: a quarter of all kills fall into the last events."""

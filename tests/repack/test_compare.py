@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from containers import flip
-from repacked import SMALL, WIDE, command, repacked, tree
 
 from k3.container.keys import ExpertKey
 from k3.container.reader import Container
 from k3.verify.synthetic import write_snapshot
+from tests.support.containers import flip
+from tests.support.repacked import SMALL, WIDE, command, repacked, tree
 
 
 @dataclass

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repacked import WIDE
 
 from k3.container import direct
 from k3.repack import publish
@@ -15,6 +14,7 @@ from k3.repack.journal import Journal
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic import write_snapshot
+from tests.support.repacked import WIDE
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ GROUPS = ("one-root,three-roots,hf-cache,split", "two-roots,scattered,in-place,l
 
 def kill(place: Path, seed: int, points: int) -> list[dict[str, Any]]:
     """Run `points` kill points of every configuration; every one must have come to the undisturbed container."""
-    path = os.pathsep.join(filter(None, [str(RUNNER.parents[1]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(RUNNER.parents[2]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     runners = []
     for number, names in enumerate(GROUPS):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from repacked import SMALL, WIDE, repacked
 
 from k3.container.headers import parse_header
 from k3.container.keys import PAGE_BYTES, Encoding, ExpertKey
@@ -20,6 +19,7 @@ from k3.repack.assemble import RESIDENT_EXPERTS
 from k3.repack.plan import ExpertRoute, Plan, PlannedTensor, Span
 from k3.repack.spill import Scratch, scratch_bytes
 from k3.verify.synthetic import SyntheticModel, write_snapshot, write_sparse_snapshot
+from tests.support.repacked import SMALL, WIDE, repacked
 
 _bits = st.sampled_from([4, 8, 16, 32])
 _models = st.builds(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mounts import small_tmpfs
 
 from k3.container.errors import DriveError, SpaceError
 from k3.repack import probe
@@ -19,6 +18,7 @@ from k3.repack.buffers import BufferPool
 from k3.repack.probe import drive_rate, read_rate, shares_from_rates
 from k3.repack.shard_stream import BLOCKS, ShardStreamer
 from k3.repack.throttle import TURN_S, Throttle
+from tests.support.mounts import small_tmpfs
 
 rates_lists = st.lists(st.floats(1e5, 1e11), min_size=1, max_size=8)
 

@@ -13,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import ATTACKS, Attack, base
-from mounts import read_only, resize, small_tmpfs
-from repacked import SMALL, WIDE, Tensor, check_container, command, rearrange, repacked, shard_tensors, tree
 
 from k3.container import direct
 from k3.repack import run
 from k3.verify.synthetic import write_snapshot
+from tests.attacks import ATTACKS, Attack, base
+from tests.support.mounts import read_only, resize, small_tmpfs
+from tests.support.repacked import (
+    SMALL,
+    WIDE,
+    Tensor,
+    check_container,
+    command,
+    rearrange,
+    repacked,
+    shard_tensors,
+    tree,
+)
 
 
 @pytest.fixture(scope="module")

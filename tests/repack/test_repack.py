@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repacked import (
+
+from k3.repack.run import RepackRequest, Watcher, repack
+from k3.verify.synthetic import write_snapshot
+from tests.support.repacked import (
     SMALL,
     WIDE,
     prove,
     repacked,
     tree,
 )
-
-from k3.repack.run import RepackRequest, Watcher, repack
-from k3.verify.synthetic import write_snapshot
 
 
 @pytest.fixture(scope="module")

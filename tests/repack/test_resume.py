@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from containers import flip
-from repacked import SMALL, WIDE, rearrange, repacked, shard_tensors
-from resumed import Case, Listener, data_file, stop_after, stop_before
 
 from k3.container.errors import DamageError, ResumeError
 from k3.container.keys import ExpertKey
@@ -24,6 +21,9 @@ from k3.repack.journal import Journal, ShardRecord
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic import write_snapshot
+from tests.support.containers import flip
+from tests.support.repacked import SMALL, WIDE, rearrange, repacked, shard_tensors
+from tests.support.resumed import Case, Listener, data_file, stop_after, stop_before
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from repacked import (
+
+from k3.verify.synthetic import write_snapshot
+from tests.support.repacked import (
     SMALL,
     WIDE,
     Tensor,
@@ -24,8 +26,6 @@ from repacked import (
     tree,
     vision_names,
 )
-
-from k3.verify.synthetic import write_snapshot
 
 
 @pytest.fixture(scope="module")

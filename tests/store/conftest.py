@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from containers import Built
 
 from k3.container.reader import Container
+from tests.support.containers import Built
 
 
 @pytest.fixture

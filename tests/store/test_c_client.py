@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from containers import Built, build_container, flip
-from daemons import Inside, daemon_inside, daemon_outside, wait_until
 
 from k3.container.keys import ExpertKey
+from tests.support.containers import Built, build_container, flip
+from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
 
 ROOT = Path(__file__).parents[2]
 

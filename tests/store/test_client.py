@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from containers import Built, build_container
-from daemons import Inside, daemon_inside
-from store.source_suite import Opened, SourceSuite
 
 from k3.store.client import DaemonSource
+from tests.support.containers import Built, build_container
+from tests.support.daemons import Inside, daemon_inside
+from tests.support.source_suite import Opened, SourceSuite
 
 
 @pytest.fixture(scope="module")

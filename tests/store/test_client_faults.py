@@ -13,10 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from containers import Built, build_container, flip
-from daemons import Inside, daemon_inside, daemon_outside, start, wait_until
-from faults import FaultySource
-from store.source_suite import Opened, SourceSuite, run_threads
 
 from k3.container.errors import DaemonError, DamageError, DriveError, ExpertError
 from k3.container.keys import ExpertKey
@@ -26,6 +22,10 @@ from k3.store.daemon_model import DaemonModel
 from k3.store.file import FileSource
 from k3.store.link import Link
 from k3.store.source import BudgetError, ExpertSource
+from tests.support.containers import Built, build_container, flip
+from tests.support.daemons import Inside, daemon_inside, daemon_outside, start, wait_until
+from tests.support.faults import FaultySource
+from tests.support.source_suite import Opened, SourceSuite, run_threads
 
 
 @pytest.fixture

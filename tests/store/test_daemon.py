@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Built, build_container
-from daemons import Inside, answers, daemon_inside, daemon_outside, messages, serve_command, start, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +24,17 @@ from k3.store import wire
 from k3.store.client import DaemonSource
 from k3.store.link import Link, ask_status, connect
 from k3.store.service import ServeSettings, Service
+from tests.support.containers import Built, build_container
+from tests.support.daemons import (
+    Inside,
+    answers,
+    daemon_inside,
+    daemon_outside,
+    messages,
+    serve_command,
+    start,
+    wait_until,
+)
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 import pytest
-from containers import Built, build_container
-from daemons import daemon_inside, start, wait_until
 
 from k3.container.keys import ExpertKey
 from k3.store.client import DaemonSource
+from tests.support.containers import Built, build_container
+from tests.support.daemons import daemon_inside, start, wait_until
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 

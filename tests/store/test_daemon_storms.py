@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Built, build_container
-from daemons import Inside, daemon_inside, daemon_outside, wait_until
 
 from k3.container.errors import DaemonError, DamageError, DriveError, K3Error
 from k3.container.keys import ExpertKey
@@ -32,6 +30,8 @@ from k3.store.client import DaemonSource
 from k3.store.link import connect
 from k3.store.ring_layout import REQUEST, REQUEST_TAIL_AT, REQUESTS_AT
 from k3.store.source import BudgetError
+from tests.support.containers import Built, build_container
+from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
 
 LAYERS = (1, 2)
 EXPERTS = 24

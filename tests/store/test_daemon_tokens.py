@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemons import daemon_outside, wait_until
-from engines import VECTORS
-from repacked import command
+
+from tests.support.daemons import daemon_outside, wait_until
+from tests.support.engines import VECTORS
+from tests.support.repacked import command
 
 IDS = "1,2,3,4,5,6,7"
 

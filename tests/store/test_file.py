@@ -15,11 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from containers import Built, build_container
-from faults import DriveFaults, Fault, FaultySource
-from store.file_takes import EXPERTS, right, take
-from store.model_views import Scattered, Undigested
-from store.source_suite import Opened, SourceSuite, run_threads
 
 from k3.container.direct import ReadFile
 from k3.container.errors import ExpertError
@@ -27,6 +22,11 @@ from k3.container.keys import ExpertKey
 from k3.container.reader import Container
 from k3.store.file import FileSource
 from k3.store.source import BudgetError
+from tests.support.containers import Built, build_container
+from tests.support.faults import DriveFaults, Fault, FaultySource
+from tests.support.file_takes import EXPERTS, right, take
+from tests.support.model_views import Scattered, Undigested
+from tests.support.source_suite import Opened, SourceSuite, run_threads
 
 SLOTS = 10
 """What the suite needs: two whole layers at once."""

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Built, build_container, flip
-from faults import DriveFaults, Fault, FaultySource
-from store.file_takes import EXPERTS, right, take
-from store.model_views import Undigested
 
 from k3.container.direct import ReadFile
 from k3.container.errors import DamageError, DriveError, ExpertError
 from k3.container.keys import ExpertKey
 from k3.container.reader import Container
 from k3.store.file import FileSource
+from tests.support.containers import Built, build_container, flip
+from tests.support.faults import DriveFaults, Fault, FaultySource
+from tests.support.file_takes import EXPERTS, right, take
+from tests.support.model_views import Undigested
 
 
 @pytest.fixture

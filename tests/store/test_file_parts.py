@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from containers import Built, build_container, flip
-from faults import DriveFaults, Fault
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +14,8 @@ from k3.container.keys import PAGE_BYTES, ExpertKey, Extent
 from k3.container.reader import Container
 from k3.store.fetch import Piece, split
 from k3.store.file import FileSource
+from tests.support.containers import Built, build_container, flip
+from tests.support.faults import DriveFaults, Fault
 
 EXPERTS = 5
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from faults import DriveFaults
 from safetensors import safe_open
-from store.source_suite import Opened, SourceSuite
 
 from k3.container.keys import ExpertKey
 from k3.container.snapshot import Snapshot
 from k3.store.file import FileSource
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+from tests.support.faults import DriveFaults
+from tests.support.source_suite import Opened, SourceSuite
 
 
 def true_payloads(snapshot: Snapshot) -> dict[ExpertKey, bytes]:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from store.source_suite import run_threads
 
 from k3.store._store import Lease, ReadyLeases
+from tests.support.source_suite import run_threads
 
 PAYLOAD = np.frombuffer(b"expert", np.uint8)
 

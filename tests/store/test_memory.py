@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from store.source_suite import Opened, SourceSuite
 
 from k3.container.keys import ExpertKey
 from k3.store.memory import MemorySource
+from tests.support.source_suite import Opened, SourceSuite
 
 PAYLOADS = {
     ExpertKey(layer, expert): np.random.default_rng([layer, expert]).bytes(1000 + layer)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from containers import Built, build_container
-from daemons import Inside, daemon_inside, daemon_outside, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from k3.container.errors import SocketError
 from k3.store.client import DaemonSource
 from k3.store.metrics import MetricsServer
+from tests.support.containers import Built, build_container
+from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store.native_rig import Client, World, client_of, make_world, serving, until
 
 from k3.store.native import FaultKind, NativeServer
 from k3.store.ring_layout import Op, Source, Status
+from tests.support.native_rig import Client, World, client_of, make_world, serving, until
 
 IOS = ["threads", "uring"]
 
@@ -250,7 +250,7 @@ def test_without_io_uring_threads_read_and_the_log_says_so_once(tmp_path: Path, 
     script = textwrap.dedent("""
         import ctypes, logging, struct, sys
         from pathlib import Path
-        from store.native_rig import client_of, make_world, serving
+        from tests.support.native_rig import client_of, make_world, serving
 
         libc = ctypes.CDLL(None, use_errno=True)
         program = b"".join(struct.pack("<HBBI", *line) for line in (
@@ -268,10 +268,10 @@ def test_without_io_uring_threads_read_and_the_log_says_so_once(tmp_path: Path, 
             assert server.io == "threads"
             client.lease(0, [0, 1])
     """)
-    tests = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     result = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), str(call), str(error)], capture_output=True, text=True,
-        timeout=60, cwd=tests, env={**os.environ, "PYTHONPATH": tests},
+        timeout=60, cwd=root, env={**os.environ, "PYTHONPATH": root},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("WARNING")]
@@ -284,7 +284,7 @@ def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) ->
     script = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from store.native_rig import Client, make_world, serving
+        from tests.support.native_rig import Client, make_world, serving
         from k3.container.errors import UnsupportedError
 
         world = make_world(Path(sys.argv[1]), layers=60, experts=2, payload_bytes=700)
@@ -301,7 +301,7 @@ def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) ->
                 for client in clients[:2]:
                     client.give_back(client.lease(layer, [0, 1]))
     """)
-    tests = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -312,7 +312,7 @@ def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) ->
         folder.mkdir()
         result = subprocess.run(
             [sys.executable, "-c", script, str(folder), io], capture_output=True, text=True, timeout=60,
-            cwd=tests, env={**os.environ, "PYTHONPATH": tests}, preexec_fn=limit,
+            cwd=root, env={**os.environ, "PYTHONPATH": root}, preexec_fn=limit,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
 

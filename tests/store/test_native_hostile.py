@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store.native_rig import RECORD, Client, World, client_of, make_world, serving, until
 
 from k3.store import ring_layout as layout
 from k3.store.native import ClientGrant, NativeRing, NativeServer, make_memfd, seal_all, seal_future_write
 from k3.store.ring_layout import Op, Status
+from tests.support.native_rig import RECORD, Client, World, client_of, make_world, serving, until
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from store.native_rig import World, client_of, make_world, serving, until
 
 from k3.store.native import ClientGrant, NativeServer
+from tests.support.native_rig import World, client_of, make_world, serving, until
 
 CLIENT = textwrap.dedent("""
     import random, socket, sys

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from containers import Built, build_container
-from daemons import Inside, daemon_inside, daemon_outside, wait_until
 
 from k3.container.errors import DaemonError, DriveError, ExpertError
 from k3.container.keys import ExpertKey
@@ -17,6 +15,8 @@ from k3.container.reader import Container
 from k3.store.client import DaemonSource
 from k3.store.file import FileSource
 from k3.store.source import BudgetError
+from tests.support.containers import Built, build_container
+from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
 
 FEW = ("--quota", "2", "--max-clients", "2")
 SLOTS = 14  # 4 are promised to the two clients, 2 are for prefetches: 8 may be pinned

@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Built, build_container, flip
-from faults import DriveFaults, Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store.source_suite import run_threads
 
 from k3.container.direct import ReadFile
 from k3.container.errors import DamageError
@@ -26,6 +23,9 @@ from k3.container.reader import Container
 from k3.store.fetch import Piece
 from k3.store.file import FileSource
 from k3.store.flights import Flight, FlightQueue, Job
+from tests.support.containers import Built, build_container, flip
+from tests.support.faults import DriveFaults, Fault
+from tests.support.source_suite import run_threads
 
 EXPERTS = 5
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import zstandard
 from click.testing import CliRunner
-from engines import VECTORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +28,7 @@ from k3.store.route_trace import (
     TracedLayer,
     write_route_trace,
 )
+from tests.support.engines import VECTORS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "route_trace.md"
 HEADER = RouteHeader("example", 2, (TracedLayer(1, 4, 9792), TracedLayer(2, 4, 9792)))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from containers import Built, build_container
-from daemons import Inside, daemon_inside
 
 from k3.container.memory_limit import memory_limit
 from k3.store import bench
 from k3.store.cli import main
 from k3.store.client import DaemonSource
+from tests.support.containers import Built, build_container
+from tests.support.daemons import Inside, daemon_inside
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Built, build_container, flip
-from faults import DriveFaults, Fault
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +18,8 @@ from k3.verify.bytes import BytesCheck, check_bytes, runs
 from k3.verify.finding import Finding, Kind
 from k3.verify.structure import check_structure
 from k3.verify.target import Target
+from tests.support.containers import Built, build_container, flip
+from tests.support.faults import DriveFaults, Fault
 
 
 @pytest.fixture(params=["three roots", "in place"])

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from containers import Built, build_container, flip
 
 from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_NAME
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.cli import main
 from k3.verify.synthetic import SyntheticModel, write_snapshot
+from tests.support.containers import Built, build_container, flip
 
 
 @pytest.fixture

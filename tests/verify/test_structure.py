@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import Built, build_container, flip, write_manifest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_
 from k3.container.manifest import SmallFile
 from k3.verify.finding import Finding, Kind, exit_code
 from k3.verify.structure import check_structure
+from tests.support.containers import Built, build_container, flip, write_manifest
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from containers import Built
-
 from k3.container.keys import ExpertKey
+from tests.support.containers import Built
 
 EXPERTS = 5
 """Of each layer that `build_container` makes."""

@@ -20,7 +20,7 @@ from k3.engine.session import Session
 from k3.store.file import FileSource
 from k3.store.source import ExpertSource
 
-VECTORS = Path(__file__).parent / "vectors"
+VECTORS = Path(__file__).parents[1] / "vectors"
 Array = npt.NDArray[Any]
 
 GOLDEN_REL_L2 = 2e-5

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repacked import tree
 
 from k3.repack import run
 from k3.repack.plan import Plan
 from k3.repack.request import RepackRequest
 from k3.repack.run import RepackResult, Watcher, open_source, plan_for, repack
+from tests.support.repacked import tree
 
 
 class Listener(Watcher):
