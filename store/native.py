@@ -230,7 +230,8 @@ class NativeServer:
     ) -> None:
         """For tests: let reads of `file` (-1: any) that touch [begin, end) go wrong, `times` times (-1: always).
 
-        `argument` is the errno of an error, the bytes that a short read returns, or the milliseconds of a stall.
+        `argument` is the errno of an error, the bytes that a short read returns, or the milliseconds of a stall
+        (`resume_stalls` ends it earlier).
         Chances are drawn from one generator, seeded by the first rule.
         """
         self._server.inject(
@@ -245,8 +246,12 @@ class NativeServer:
         )
 
     def clear_faults(self) -> None:
-        """Undo `inject`."""
+        """Undo `inject`; stalls that have begun end."""
         self._server.clear_faults()
+
+    def resume_stalls(self) -> None:
+        """End the stalls that have begun; the rules of `inject` stay."""
+        self._server.resume_stalls()
 
     def throttle(self, root: int, bytes_per_s: int) -> None:
         """For tests: let a root be a drive of this rate (0: as fast as it is)."""

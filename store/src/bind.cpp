@@ -336,6 +336,7 @@ void bind_server(nb::module_& m) {
         .def("inject", &inject, arg("kind"), nb::kw_only(), arg("file"), arg("begin"), arg("end"), arg("times"),
              arg("probability"), arg("argument"), arg("seed"))
         .def("clear_faults", &Server::clear_faults)
+        .def("resume_stalls", &Server::resume_stalls)
         .def("throttle", &Server::throttle, arg("root"), arg("bytes_per_s"))
         .def(
             "drain", [](Server& server, double timeout_s) { return server.drain(static_cast<uint64_t>(timeout_s * 1e9)); },

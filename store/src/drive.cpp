@@ -102,7 +102,7 @@ bool Progress::prepare() {
     const uint64_t end = file_->direct() ? read_.chunk.ask : read_.chunk.need;
     length_ = end - done_;
     fault_ = faults_.next(read_.file, position(), length_);
-    if (fault_.stall_ms != 0) sleep_ns(fault_.stall_ms * 1000000u);
+    if (fault_.stall_ms != 0) faults_.stall(fault_);
     error_ = fault_.error;
     return error_ == 0;
 }

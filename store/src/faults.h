@@ -3,6 +3,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <random>
@@ -21,7 +23,7 @@ struct FaultRule {
     uint64_t end = UINT64_MAX;
     int64_t times = -1;
     double probability = 1.0;
-    uint64_t argument = 0;  // error: errno; shorten: bytes that are returned; stall: milliseconds
+    uint64_t argument = 0;  // error: errno; shorten: bytes that are returned; stall: milliseconds at most
 };
 
 // What is to go wrong with one read.
@@ -31,6 +33,7 @@ struct Fault {
     bool flip = false;
     uint64_t flip_at = 0;  // to be taken modulo the bytes read
     uint64_t stall_ms = 0;
+    uint64_t stall_since = 0;  // `resumes_` at that moment
 };
 
 class Faults {
@@ -48,6 +51,20 @@ public:
         std::lock_guard<std::mutex> lock(mutex_);
         rules_.clear();
         active_.store(false, std::memory_order_relaxed);
+        end_stalls();
+    }
+
+    // Ends the stalls that have begun; the rules stay. So a test decides by events when a drive answers.
+    void resume() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        end_stalls();
+    }
+
+    // Keeps the caller until `resume` or `clear`, or as long as the rule says.
+    void stall(const Fault& fault) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const auto ended = [&] { return resumes_ != fault.stall_since; };
+        resumed_.wait_for(lock, std::chrono::milliseconds(fault.stall_ms), ended);
     }
 
     uint64_t fired() const { return fired_.load(std::memory_order_relaxed); }
@@ -66,16 +83,23 @@ public:
                 case FaultKind::error: fault.error = static_cast<int>(rule.argument); break;
                 case FaultKind::shorten: fault.shorten_to = rule.argument; break;
                 case FaultKind::flip: fault.flip = true, fault.flip_at = random_(); break;
-                case FaultKind::stall: fault.stall_ms = rule.argument; break;
+                case FaultKind::stall: fault.stall_ms = rule.argument, fault.stall_since = resumes_; break;
             }
         }
         return fault;
     }
 
 private:
+    void end_stalls() {
+        ++resumes_;
+        resumed_.notify_all();
+    }
+
     std::atomic<bool> active_{false};
     std::atomic<uint64_t> fired_{0};
     std::mutex mutex_;
+    std::condition_variable resumed_;
+    uint64_t resumes_ = 0;
     std::vector<FaultRule> rules_;
     std::mt19937_64 random_;
 };

@@ -118,6 +118,7 @@ public:
 
     void inject(const FaultRule& rule, uint64_t seed) { faults_.add(rule, seed); }
     void clear_faults() { faults_.clear(); }
+    void resume_stalls() { faults_.resume(); }
     void throttle(uint32_t root, uint64_t bytes_per_s);
 
     // Grants nothing new from here on; true when everything under way has ended within the time.

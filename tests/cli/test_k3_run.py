@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -279,9 +278,7 @@ def test_unknown_keys_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_help_is_quick_and_complete() -> None:
-    began_s = time.monotonic()
     shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
-    assert time.monotonic() - began_s < 2  # 0.1 s on a quiet machine
     for word in ("--container", "--snapshot", "--ids", "--expert-gb", "Exit codes", "130"):
         assert word in shown
     heavy = "import sys, k3.engine.cli; print({'numpy', 'tiktoken', 'lmdb', 'tqdm'} & set(sys.modules))"

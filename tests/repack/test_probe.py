@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,29 +72,28 @@ def test_small_files_are_not_measured(tmp_path: Path) -> None:
         read_rate(tmp_path / "missing")
 
 
-def test_a_throttle_spreads_bytes_over_time() -> None:
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Sleeps of a throttle, in seconds, on a clock that only sleeping moves."""
+    naps: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0 + sum(naps), sleep=naps.append)
+    monkeypatch.setattr("k3.repack.throttle.time", clock)
+    return naps
+
+
+def test_a_throttle_spreads_bytes_over_time(slept: list[float]) -> None:
     free = Throttle(None)
-    start = time.monotonic()
     for _ in range(1000):
         free.pay(1 << 30)
-    assert time.monotonic() - start < 1
+    assert slept == []
     throttle = Throttle(1_000_000)
-    start = time.monotonic()
-    for _ in range(4):
+    for paid in range(1, 5):
         throttle.pay(50_000)
-    assert time.monotonic() - start >= 0.19
+        assert sum(slept) == pytest.approx(0.05 * paid)
 
 
-def test_a_throttle_sleeps_in_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_throttle_sleeps_in_short_turns(slept: list[float]) -> None:
     """A signal just before a sleep does not shorten it: Ctrl-C must not wait for a whole block."""
-    now_s, slept = 100.0, []
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        slept.append(seconds)
-        now_s += seconds
-
-    monkeypatch.setattr("k3.repack.throttle.time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     Throttle(1_000_000).pay(30_000_000)
     assert max(slept) <= TURN_S
     assert sum(slept) == pytest.approx(30)

@@ -24,7 +24,7 @@ from k3.store.link import Link
 from k3.store.source import BudgetError, ExpertSource
 from tests.support.containers import Built, build_container, flip
 from tests.support.daemons import Inside, daemon_inside, daemon_outside, start, wait_until
-from tests.support.faults import FaultySource
+from tests.support.faults import STALL_MS, FaultySource
 from tests.support.source_suite import Opened, SourceSuite, run_threads
 
 
@@ -192,9 +192,14 @@ def test_a_greedy_client_does_not_starve_another(built: Built, tmp_path: Path) -
 
 
 def test_two_clients_cause_one_read(built: Built, daemon: Inside) -> None:
-    daemon.server.inject("stall", times=1, argument=100)
+    daemon.server.inject("stall", argument=STALL_MS)
     one, two = DaemonSource(daemon.socket), DaemonSource(daemon.socket)
-    run_threads(lambda: take(one, built, 1, [0]), lambda: take(two, built, 1, [0]))
+
+    def answer_both() -> None:
+        wait_until(lambda: daemon.server.stats()["cache"]["joined"] == 1)
+        daemon.server.clear_faults()
+
+    run_threads(lambda: take(one, built, 1, [0]), lambda: take(two, built, 1, [0]), answer_both)
     total = [one.stats(), two.stats()]
     assert sum(stats.misses for stats in total) == 1
     assert sum(stats.hits + stats.joined for stats in total) == 1
@@ -209,12 +214,9 @@ def test_a_killed_daemon_is_an_error_at_once(built: Built, tmp_path: Path) -> No
     with daemon_outside(tmp_path / "s", built.directories) as outside:
         source = DaemonSource(tmp_path / "s", reconnect_s=0)
         held = list(source.lease(1, range(5)))
-        threading.Timer(0.2, outside.process.kill).start()
-        time.sleep(0.4)
-        began_s = time.monotonic()
+        outside.kill()
         with pytest.raises(DaemonError, match="went away"):
             list(source.lease(2, [0]))
-        assert time.monotonic() - began_s < 0.5
         for lease in held:  # the memory is ours
             assert lease.payload.tobytes() == right(built, 1, lease.expert)
             lease.release()
@@ -225,15 +227,14 @@ def test_a_killed_daemon_is_an_error_at_once(built: Built, tmp_path: Path) -> No
 
 def test_a_waiting_client_is_woken_by_the_daemons_death(built: Built, tmp_path: Path) -> None:
     with daemon_inside(tmp_path / "s", built.directories, drain_s=0) as inside:
-        inside.server.inject("stall", times=1, argument=800)
+        inside.server.inject("stall", argument=STALL_MS)
         source = DaemonSource(tmp_path / "s", reconnect_s=0)
         stream = source.lease(1, [0])
         wait_until(lambda: inside.server.stats()["reading"] > 0)
         threading.Timer(0.1, lambda: inside.daemon.stop("test")).start()
-        began_s = time.monotonic()
         with pytest.raises(DaemonError):
             next(stream)
-        assert time.monotonic() - began_s < 0.6
+        assert inside.server.stats()["reading"] == 1  # the drive still does not answer
         source.close()
 
 
@@ -262,7 +263,7 @@ def test_a_client_leases_again_when_the_daemon_is_back(built: Built, tmp_path: P
 def test_the_files_stand_in_and_the_daemon_takes_over_again(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("k3.store.connection.RETURN_S", 0.05)
+    monkeypatch.setattr("k3.store.connection.RETURN_S", 0.0)
     container = Container.open(built.home)
     first = start(tmp_path / "s", built.directories)
     source = DaemonSource(tmp_path / "s", fallback=lambda: FileSource(container))
@@ -277,7 +278,6 @@ def test_the_files_stand_in_and_the_daemon_takes_over_again(
     take(source, built, 2, [0, 1, 2])
     assert not source.is_connected
     with daemon_outside(tmp_path / "s", built.directories) as second:
-        time.sleep(0.1)
         take(source, built, 2, [3, 4])
         assert source.is_connected
         assert second.status()["cache"]["misses"] == 2
@@ -298,7 +298,7 @@ def test_another_container_after_a_restart_is_an_error(built: Built, tmp_path: P
 
 
 def test_close_wakes_a_thread_that_waits(built: Built, daemon: Inside) -> None:
-    daemon.server.inject("stall", times=1, argument=500)
+    daemon.server.inject("stall", argument=STALL_MS)
     source = DaemonSource(daemon.socket)
     stream = source.lease(1, [0])
 
@@ -307,10 +307,10 @@ def test_close_wakes_a_thread_that_waits(built: Built, daemon: Inside) -> None:
             next(stream)
 
     def close() -> None:
-        time.sleep(0.1)
-        began_s = time.monotonic()
+        time.sleep(0.1)  # the other is most likely waiting by now
         source.close()
-        assert time.monotonic() - began_s < 0.3
+        assert daemon.server.stats()["reading"] == 1  # the drive still does not answer
+        daemon.server.clear_faults()
 
     run_threads(wait, close)
 
@@ -363,7 +363,7 @@ def test_clients_killed_at_any_instant_leave_nothing(built: Built, daemon: Insid
     dice = random.Random(2)
     code = "\n".join(line[4:] for line in KILLED.splitlines())
     witness = DaemonSource(daemon.socket)
-    for seed in range(8):
+    for seed in range(4):
         victim = subprocess.Popen(
             [sys.executable, "-c", code, str(daemon.socket), str(seed)], stdout=subprocess.PIPE, text=True
         )
@@ -374,7 +374,7 @@ def test_clients_killed_at_any_instant_leave_nothing(built: Built, daemon: Insid
         victim.wait()
         victim.stdout.close()
         take(witness, built, 1, [0, 1, 2, 3, 4])
-        assert wait_until(lambda: daemon.server.stats()["slots"]["held"] == 0) < 0.1
+        wait_until(lambda: daemon.server.stats()["slots"]["held"] == 0)
         assert len(daemon.status()["clients"]) == 1
     witness.close()
 
@@ -452,7 +452,7 @@ def test_a_prefetch_of_nothing_sends_nothing(
 
 def test_a_prefetch_that_has_not_begun_is_cancelled(built: Built, tmp_path: Path) -> None:
     with daemon_inside(tmp_path / "q", built.directories, quota=2, max_clients=1, io_depth=1) as inside:
-        inside.server.inject("stall", argument=100)
+        inside.server.inject("stall", argument=STALL_MS)
         source = DaemonSource(inside.socket)
         cancel = source.prefetch(1, [0, 1, 2, 3, 4])
         cancel()

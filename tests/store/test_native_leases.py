@@ -13,6 +13,7 @@ from k3.container.errors import UnsupportedError
 from k3.store.native import Grants, NativeServer, Policy, ServerSettings, policy_names, slot_bytes_for
 from k3.store.ring_layout import Op, Source, Status
 from k3.store.source import Lease, Payload
+from tests.support.faults import STALL_MS
 from tests.support.native_rig import Client, World, client_of, make_world, serving, until
 
 SHAPES = {
@@ -67,10 +68,12 @@ def test_a_second_lease_is_a_hit_and_shares_the_slot(server: NativeServer, world
 def test_single_flight_over_four_clients(tmp_path: Path) -> None:
     world = make_world(tmp_path, layers=1, experts=2)
     with serving(world) as server:
-        server.inject("stall", times=1, argument=200)
+        server.inject("stall", argument=STALL_MS)
         clients = [Client(server, world, f"client {n}") for n in range(4)]
         for client in clients:
             client.ask(0, [0])
+        until(lambda: server.stats()["cache"]["joined"] == 3)
+        server.clear_faults()
         answers = [client.take(1)[0] for client in clients]
         for client, answer in zip(clients, answers, strict=True):
             client.check(answer)
@@ -121,11 +124,12 @@ def test_the_quota_is_answered_at_once(server: NativeServer, world: World) -> No
 
 
 def test_waiting_counts_toward_the_quota(server: NativeServer, world: World) -> None:
-    server.inject("stall", times=2, argument=100)
+    server.inject("stall", argument=STALL_MS)
     with client_of(server, world) as client:
         client.ask(0, [0, 1, 2])
-        answers = client.take(3)
-        assert [answer.status for answer in answers] == [Status.QUOTA, Status.OK, Status.OK]
+        assert [answer.status for answer in client.take(1)] == [Status.QUOTA]
+        server.clear_faults()
+        assert [answer.status for answer in client.take(2)] == [Status.OK, Status.OK]
 
 
 def test_an_expert_that_is_not_there(server: NativeServer, world: World) -> None:
@@ -172,7 +176,7 @@ def test_a_removed_client_frees_what_it_held_awaited_and_pinned(tmp_path: Path) 
         client.lease(0, [0, 1])
         client.ask(0, [2], op=Op.PIN)
         client.take(1)
-        server.inject("stall", times=1, argument=100)
+        server.inject("stall", times=1, argument=STALL_MS)
         client.ask(0, [3, 4])
         until(lambda: (root := server.stats()["roots"][0])["in_flight"] == 1 and root["queued"] == 1)
         client.close()
@@ -180,6 +184,7 @@ def test_a_removed_client_frees_what_it_held_awaited_and_pinned(tmp_path: Path) 
         stats = server.stats()
         assert (stats["slots"]["held"], stats["pinned"], stats["clients"]) == (0, 0, [])
         assert stats["reading"] == 1  # what has begun is read to its end, the other never begins
+        server.clear_faults()
         until(lambda: server.stats()["slots"]["filling"] == 0)
         assert server.stats()["roots"][0]["reads"] == 4
         with client_of(server, world) as another:
@@ -189,13 +194,17 @@ def test_a_removed_client_frees_what_it_held_awaited_and_pinned(tmp_path: Path) 
 def test_slots_of_abandoned_reads_are_waited_for_not_refused(tmp_path: Path) -> None:
     world = make_world(tmp_path, layers=1, experts=8)
     with serving(world, slots=2, max_clients=1, quota=2, io_depth=2) as server:
-        server.inject("stall", times=2, argument=150)
+        server.inject("stall", times=2, argument=STALL_MS)
         client = Client(server, world)
         client.ask(0, [0, 1])
         until(lambda: server.stats()["roots"][0]["in_flight"] == 2)
         client.close()
         with client_of(server, world) as another:  # every slot is still being filled for nobody
-            another.lease(0, [2, 3])
+            another.ask(0, [2, 3])
+            until(lambda: server.stats()["waiting_for_slot"] == 2)
+            server.clear_faults()
+            for answer in another.take(2):
+                another.check(answer)
 
 
 def test_pins_stay_and_have_a_limit(tmp_path: Path) -> None:
@@ -352,15 +361,18 @@ def test_demand_goes_before_prefetch_and_takes_it_over(tmp_path: Path) -> None:
         serving(world, slots=40, max_clients=1, quota=8, io_depth=1) as server,
         client_of(server, world) as client,
     ):
-        server.inject("stall", argument=20)
+        server.inject("stall", argument=STALL_MS)
         client.ask(0, list(range(8)), op=Op.PREFETCH)
         until(lambda: server.stats()["reading"] == 8)
         client.ask(1, [5], tag=2)
         client.ask(0, [7], tag=2)  # the last of the prefetches
+        until(lambda: server.stats()["cache"]["joined"] == 1)
+        for read in range(1, 4):  # what was being read, then what is waited for
+            until(lambda: server.stats()["faults"] == read)  # noqa: B023
+            server.resume_stalls()
         assert {(answer.layer, answer.expert) for answer in client.take(2)} == {(1, 5), (0, 7)}
         stats = server.stats()
-        assert stats["cache"]["prefetched"] <= 2
-        assert stats["cache"]["joined"] == 1
+        assert (stats["cache"]["prefetched"], stats["cache"]["joined"]) == (1, 1)
 
 
 def test_cancelled_prefetches_say_so(tmp_path: Path) -> None:
@@ -369,12 +381,13 @@ def test_cancelled_prefetches_say_so(tmp_path: Path) -> None:
         serving(world, slots=40, max_clients=1, quota=8, io_depth=1) as server,
         client_of(server, world) as client,
     ):
-        server.inject("stall", times=1, argument=100)
+        server.inject("stall", times=1, argument=STALL_MS)
         client.ask(0, list(range(20)), op=Op.PREFETCH, tag=7)
         until(lambda: server.stats()["roots"][0]["in_flight"] == 1)
         client.ask(0, [0], op=Op.CANCEL, tag=7)
         cancelled = client.take(19)
         assert {(answer.op, answer.status) for answer in cancelled} == {(Op.PREFETCH, Status.CANCELLED)}
+        server.clear_faults()
         until(lambda: server.stats()["slots"]["cached"] == 1)
         assert server.stats()["roots"][0]["reads"] == 1
 
@@ -394,11 +407,12 @@ def test_a_client_that_does_not_read_its_answers_waits_alone(tmp_path: Path) -> 
 
 def test_draining_ends_what_is_under_way_and_grants_nothing_new(server: NativeServer, world: World) -> None:
     with client_of(server, world) as client:
-        server.inject("stall", times=1, argument=100)
+        server.inject("stall", times=1, argument=STALL_MS)
         client.ask(0, [0])
         until(lambda: server.stats()["reading"] == 1)
         assert not server.drain(0.001)
-        assert server.drain(5)
+        server.clear_faults()
+        assert server.drain(30)
         client.check(client.take(1)[0])
         client.ask(0, [0])
         assert client.take(1)[0].status == Status.CLOSING
@@ -472,13 +486,14 @@ def test_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_a_pin_under_way_ends_with_its_client_whoever_else_waits(tmp_path: Path) -> None:
     world = make_world(tmp_path, layers=1, experts=4)
     with serving(world, slots=12, max_clients=2, quota=2) as server, client_of(server, world) as other:
-        server.inject("stall", argument=50)
+        server.inject("stall", argument=STALL_MS)
         with client_of(server, world) as client:
             client.ask(0, [1], op=Op.PIN)
             until(lambda: server.stats()["pinned"] == 1)
             other.ask(0, [1])
             until(lambda: server.stats()["cache"]["joined"] == 1)
         assert server.stats()["pinned"] == 0
+        server.clear_faults()
         other.take(1)
 
 
@@ -489,7 +504,7 @@ def test_an_unpin_calls_off_a_pin_that_is_under_way(tmp_path: Path) -> None:
         client_of(server, world) as other,
         client_of(server, world) as client,
     ):
-        server.inject("stall", argument=50)
+        server.inject("stall", argument=STALL_MS)
         client.ask(0, [1], op=Op.PIN, tag=7)
         until(lambda: server.stats()["pinned"] == 1)
         other.ask(0, [1])
@@ -497,6 +512,7 @@ def test_an_unpin_calls_off_a_pin_that_is_under_way(tmp_path: Path) -> None:
         (answer,) = client.take(1)
         assert (answer.tag, answer.op, answer.status) == (7, Op.PIN, Status.CANCELLED)
         assert server.stats()["pinned"] == 0
+        server.clear_faults()
         other.check(other.take(1)[0])
 
 

@@ -125,9 +125,7 @@ def test_clients_killed_at_any_moment_leave_nothing_behind(world: World, digests
             time.sleep(dice.random() * 0.02)
             victim.child.send_signal(signal.SIGKILL)
             assert victim.link.recv(1) == b""  # how the daemon learns of it
-            began = time.monotonic()
             server.remove_client(victim.grant.client)
-            assert time.monotonic() - began < 0.1
             assert not any(c["id"] == victim.grant.client for c in server.stats()["clients"])
             victim.child.wait(10)
             victim.child.stdout.close()  # type: ignore[union-attr]

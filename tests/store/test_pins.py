@@ -17,6 +17,7 @@ from k3.store.file import FileSource
 from k3.store.source import BudgetError
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
+from tests.support.faults import STALL_MS
 
 FEW = ("--quota", "2", "--max-clients", "2")
 SLOTS = 14  # 4 are promised to the two clients, 2 are for prefetches: 8 may be pinned
@@ -94,7 +95,7 @@ def test_what_cannot_be_pinned(built: Built, daemon: Inside) -> None:
 
 
 def test_an_expert_dropped_before_it_came_is_not_kept(built: Built, daemon: Inside) -> None:
-    daemon.server.inject("stall", argument=50)
+    daemon.server.inject("stall", argument=STALL_MS)
     source = DaemonSource(daemon.socket)
     thread = threading.Thread(target=source.pin, args=(1, [0, 1]))
     thread.start()

@@ -22,6 +22,9 @@ from k3.store.source import ExpertSource, Lease, LeaseStream, SourceStats
 
 Kind = Literal["short", "eintr", "eio", "flip", "stall"]
 
+STALL_MS = 100_000
+"""Argument of a stall injected into a native server that is to last until `clear_faults`."""
+
 
 @dataclass
 class Fault:

@@ -121,7 +121,7 @@ class Client:
     def ask(self, layer: int, experts: Sequence[int], tag: int = 1, op: Op = Op.LEASE) -> None:
         assert self.ring.submit(tag, op, layer, list(experts)) == len(experts)
 
-    def take(self, count: int, timeout_s: float = 10.0) -> list[Completion]:
+    def take(self, count: int, timeout_s: float = 30.0) -> list[Completion]:
         """The next `count` completions."""
         until = time.monotonic() + timeout_s
         while len(self.inbox) < count:
@@ -163,6 +163,7 @@ def serving(world: World, **overrides: Any) -> Iterator[NativeServer]:
     try:
         yield server
     finally:
+        server.clear_faults()
         server.close()
 
 
@@ -175,7 +176,7 @@ def client_of(server: NativeServer, world: World, name: str = "test") -> Iterato
         client.close()
 
 
-def until(condition: Any, timeout_s: float = 5.0) -> None:
+def until(condition: Any, timeout_s: float = 30.0) -> None:
     """Wait for something that another thread brings about."""
     end = time.monotonic() + timeout_s
     while not condition():
