@@ -19,7 +19,9 @@ from typing import Any
 import lmdb
 
 from k3.container.direct import drive_error
+from k3.container.errno_advice import Operation
 from k3.container.errors import ContainerError, DamageError, K3Error
+from k3.container.free_space import free_bytes
 from k3.container.keys import Encoding, ExpertLayout, ExpertPart, tensor_bytes
 from k3.container.layout import EXPERT_KEY, NUMBER_KEY, unpack_pieces
 from k3.container.manifest import DataFile
@@ -27,7 +29,6 @@ from k3.container.manifest import DataFile
 _DATABASES = (b"files", b"layers", b"experts", b"tensors")
 _SPARE_BYTES = 1 << 20
 
-_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
 
 _mapped: dict[tuple[int, int], _Map] = {}
 _mapped_lock = threading.RLock()
@@ -161,11 +162,11 @@ def lmdb_error(problem: str, error: lmdb.Error, path: Path) -> K3Error:
     """The typed error for what LMDB could not do with a file; a full drive gets its own class."""
     number = getattr(error, "code", None)
     if number is None:  # py-lmdb before 1.6 tells the number in words only
-        number = next((n for n in _REFUSALS if str(error).endswith(os.strerror(n))), None)
+        number = next((n for n in sorted(errno.errorcode) if str(error).endswith(f": {os.strerror(n)}")), None)
     if isinstance(number, int) and number > 0:
         if number == errno.EIO and _is_full(path):
             number = errno.ENOSPC  # LMDB says EIO when a write came out short
-        return drive_error(problem, OSError(number, os.strerror(number)), path)
+        return drive_error(problem, OSError(number, os.strerror(number)), path, operation=Operation.MAP)
     return DamageError(f"{problem}: {error}", path=path, advice="Restore it from a copy, or repack")
 
 
@@ -178,8 +179,8 @@ def refuse_cut_map(environment: Any, path: Path) -> None:
 
 
 def _is_full(path: Path) -> bool:
-    status = os.statvfs(path.parent)
-    return status.f_bavail * status.f_frsize < _SPARE_BYTES
+    free = free_bytes(path.parent)
+    return free is not None and free < _SPARE_BYTES
 
 
 def _map(path: Path) -> tuple[tuple[int, int], _Map]:

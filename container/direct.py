@@ -19,8 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from k3.container.errors import DriveError, SpaceError
+from k3.container.errno_advice import NOT_SUPPORTED, Operation, refusal
+from k3.container.errors import DriveError, SpaceError, UnsupportedError
 from k3.container.keys import PAGE_BYTES, page_ceil
+from k3.container.notes import note_once
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,19 +38,10 @@ TRANSFER_BYTES = 1 << 30
 STALLS_MAX = 8
 """Writes in a row that may come out shorter than a page before the drive is given up."""
 
+CUT_ADVICE = refusal(Operation.READ, errno.ENODATA).advice
+
 _Self = TypeVar("_Self", bound="_File")
 _Buffer = TypeVar("_Buffer", Bytes, memoryview)
-
-_ADVICE = {
-    errno.EACCES: "Check the permissions and the mount options of this place",
-    errno.EPERM: "Check the permissions and the mount options of this place",
-    errno.EROFS: "Check the permissions and the mount options of this place",
-    errno.EIO: "The drive reports a fault; look at its health (dmesg, smartctl) before trying again",
-    errno.EMFILE: "Too many open files: raise the limit (ulimit -n)",
-    errno.ENFILE: "Too many open files on this machine",
-}
-
-_REFUSES_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 def aligned_buffer(nbytes: int) -> Bytes:
@@ -64,7 +57,10 @@ def span_bytes(offset: int, length: int) -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and creations inside a directory durable. DriveError when the drive reports a fault."""
+    """Make renames and creations inside a directory durable. DriveError when the drive reports a fault.
+
+    A file system that cannot be asked (shares of CIFS and vboxsf, some of FUSE) is noted once, and ends nothing.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -72,21 +68,55 @@ def sync_directory(path: Path) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise drive_error("cannot make the directory durable", error, path) from error
+        if error.errno not in NOT_SUPPORTED:
+            what = "cannot make the directory durable"
+            raise drive_error(what, error, path, operation=Operation.SYNC) from error
+        _note_not_durable(path, error, "the names of new files")
 
 
-def drive_error(problem: str, error: OSError, path: Path, offset: int | None = None) -> DriveError:
-    """The typed error for a refused system call; a full drive gets its own class."""
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SpaceError(
-            f"{problem}: {reason}",
-            path=path,
-            offset=offset,
-            advice="Free space on this drive and run the same command again; it continues where it stopped",
-        )
-    advice = _ADVICE.get(error.errno or 0)
-    return DriveError(f"{problem}: {reason}", path=path, offset=offset, advice=advice)
+def sync_file(fd: int, path: Path) -> None:
+    """Make a file's bytes durable. OSError when the drive reports a fault.
+
+    A file system that cannot be asked is noted once, as in `sync_directory`.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        _note_not_durable(path.parent, error, "the bytes of files")
+
+
+def _note_not_durable(directory: Path, error: OSError, what: str) -> None:
+    try:
+        device = directory.stat().st_dev
+    except OSError:
+        device = -1
+    note_once(
+        f"durable {device} {what}",
+        f"the file system of {directory} cannot be asked to make {what} durable ({error.strerror or error}): "
+        "after a power cut, run the same command again and verify",
+    )
+
+
+def drive_error(
+    problem: str,
+    error: OSError,
+    path: Path | None,
+    offset: int | None = None,
+    *,
+    operation: Operation = Operation.OPEN,
+) -> DriveError:
+    """Return the typed error for a refused system call; a full drive gets its own class."""
+    found = refusal(operation, error.errno, error.strerror or str(error))
+    kind = SpaceError if found.is_full else DriveError
+    return kind(f"{problem}: {found.reason}", path=path, offset=offset, advice=found.advice)
+
+
+def memory_error(problem: str, error: OSError, operation: Operation = Operation.MEMORY) -> UnsupportedError:
+    """Return the typed error for memory, descriptors or threads that the system does not give."""
+    found = refusal(operation, error.errno, error.strerror or str(error))
+    return UnsupportedError(f"{problem}: {found.reason}", advice=found.advice)
 
 
 class _File:
@@ -140,14 +170,14 @@ class ReadFile(_File):
         try:
             fd = os.open(self.path, flags | os.O_DIRECT)
         except OSError as error:
-            if error.errno in _REFUSES_DIRECT:
+            if error.errno in NOT_SUPPORTED:
                 return -1
             raise
         try:
             os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
         except OSError as error:
             os.close(fd)
-            if error.errno in _REFUSES_DIRECT:
+            if error.errno in NOT_SUPPORTED:
                 return -1
             raise
         return fd
@@ -176,7 +206,9 @@ class ReadFile(_File):
         while done < need:
             count = self._transfer(start + done, into[done : min(ask, done + TRANSFER_BYTES)])
             if count == 0:
-                raise DriveError("file ended while reading", path=self.path, offset=start + done)
+                raise DriveError(
+                    "file ended while reading", path=self.path, offset=start + done, advice=CUT_ADVICE
+                )
             done += count
             if self.direct and done < need and done % PAGE_BYTES:
                 # A short direct read may stop anywhere; go back to the page, or leave O_DIRECT for one page.
@@ -194,7 +226,7 @@ class ReadFile(_File):
             except InterruptedError:
                 continue
             except OSError as error:
-                raise drive_error("cannot read", error, self.path, position) from error
+                raise drive_error("cannot read", error, self.path, position, operation=Operation.READ) from error
 
     def _read_page_buffered(self, start: int, page: int, stop: int, into: Bytes | memoryview) -> int:
         """Finish one page through the page cache: some devices return part of a page and stand still."""
@@ -203,15 +235,28 @@ class ReadFile(_File):
                 while page < stop:
                     count = os.preadv(file.fileno(), [into[page:stop]], start + page)
                     if count == 0:
-                        raise DriveError("file ended while reading", path=self.path, offset=start + page)
+                        raise DriveError(
+                            "file ended while reading", path=self.path, offset=start + page, advice=CUT_ADVICE
+                        )
                     page += count
         except OSError as error:
-            raise drive_error("cannot read", error, self.path, start + page) from error
+            raise drive_error("cannot read", error, self.path, start + page, operation=Operation.READ) from error
         return page
 
     def drop_cache(self) -> None:
-        """Ask the kernel to forget this file's cached pages, so that later reads come from the drive."""
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        """Ask the kernel to forget this file's cached pages, so that later reads come from the drive.
+
+        Where it cannot be asked, that is noted once, and reads may come from memory.
+        """
+        try:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            note_once(
+                f"fadvise {reason}",
+                f"the cached pages of {self.path} could not be dropped ({reason}): bytes read from it may have "
+                "come from memory and not from the drive",
+            )
 
 
 class WriteFile(_File):
@@ -236,20 +281,20 @@ class WriteFile(_File):
                 self._switch_to_direct(flags)
         except OSError as error:
             self.close()
-            raise drive_error("cannot open for writing", error, path) from error
+            raise drive_error("cannot open for writing", error, path, operation=Operation.MAKE) from error
 
     def _reserve(self, size_bytes: int) -> None:
         try:
             os.posix_fallocate(self._fd, 0, size_bytes)
         except OSError as error:
-            if error.errno not in _REFUSES_DIRECT:
+            if error.errno not in NOT_SUPPORTED:
                 raise
 
     def _switch_to_direct(self, flags: int) -> None:
         try:
             fd = os.open(self.path, flags | os.O_DIRECT)
         except OSError as error:
-            if error.errno in _REFUSES_DIRECT:
+            if error.errno in NOT_SUPPORTED:
                 return
             raise
         probe = aligned_buffer(PAGE_BYTES)
@@ -259,7 +304,7 @@ class WriteFile(_File):
                 os.pwritev(fd, [probe], 0)
         except OSError as error:
             os.close(fd)
-            if error.errno in _REFUSES_DIRECT:
+            if error.errno in NOT_SUPPORTED:
                 return
             raise
         os.close(self._fd)
@@ -277,7 +322,9 @@ class WriteFile(_File):
             except InterruptedError:
                 continue
             except OSError as error:
-                raise drive_error("cannot write", error, self.path, offset + done) from error
+                raise drive_error(
+                    "cannot write", error, self.path, offset + done, operation=Operation.WRITE
+                ) from error
             # A short direct write may stop inside a page; only at the page's start can it go on.
             step = count // PAGE_BYTES * PAGE_BYTES if self.direct else count
             stalls = 0 if step else stalls + 1
@@ -288,9 +335,9 @@ class WriteFile(_File):
     def sync(self) -> None:
         """Make the bytes durable. DriveError when the drive reports that earlier writes were lost."""
         try:
-            os.fsync(self._fd)
+            sync_file(self._fd, self.path)
             if not self.direct:  # keep the page cache for those who need it; verification must read the drive
                 with contextlib.suppress(OSError):
                     os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise drive_error("cannot make writes durable", error, self.path) from error
+            raise drive_error("cannot make writes durable", error, self.path, operation=Operation.SYNC) from error

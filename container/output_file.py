@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from k3.container.direct import drive_error, sync_directory
+from k3.container.direct import drive_error, sync_directory, sync_file
+from k3.container.errno_advice import FULL, Operation
 from k3.container.errors import DriveError
 
 _Self = TypeVar("_Self", bound="OutputFile")
@@ -59,7 +60,7 @@ class OutputFile:
         """Make what was written durable and give the file its name. Writing may go on. DriveError."""
         if self._target is not None and not self.published:
             try:
-                os.fsync(self._file.fileno())
+                sync_file(self._file.fileno(), self._target)
                 self._written.replace(self._target)
                 self.published = True
                 sync_directory(self._target.parent)
@@ -83,8 +84,9 @@ class OutputFile:
         self.close()
 
     def _error(self, error: OSError) -> DriveError:
-        typed = drive_error(f"cannot write {self._what}", error, self.path)
-        typed.advice = self._advice
+        typed = drive_error(f"cannot write {self._what}", error, self.path, operation=Operation.WRITE)
+        # A full drive's general advice is a repack's: that it continues where it stopped.
+        typed.advice = self._advice if error.errno in FULL else f"{typed.advice}. {self._advice}"
         return typed
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from k3.container.direct import drive_error
+from k3.container.errno_advice import Operation
 from k3.container.errors import K3Error, ShardError
 
 READ_CHUNK_BYTES = 1 << 30
@@ -41,6 +42,9 @@ class RegularFile:
             raise _open_failure(path, error, missing) from error
         try:
             self.size_bytes = _checked_size(path, os.fstat(self._descriptor), missing)
+        except OSError as error:
+            self.close()
+            raise drive_error("cannot look at", error, path, operation=Operation.LOOK) from error
         except K3Error:
             self.close()
             raise
@@ -58,7 +62,9 @@ class RegularFile:
             try:
                 got = os.preadv(self._descriptor, [into[done : done + READ_CHUNK_BYTES]], offset + done)
             except OSError as error:
-                raise drive_error("cannot read", error, self.path, offset + done) from error
+                raise drive_error(
+                    "cannot read", error, self.path, offset + done, operation=Operation.READ
+                ) from error
             if got == 0:
                 raise ShardError(
                     f"the file ends {len(into) - done} bytes too early",

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from k3.container.direct import drive_error
+from k3.container.errno_advice import Operation
 from k3.container.errors import ConfigError
 
 SPECIAL_COUNT = 256
@@ -187,4 +189,6 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", path=path) from error
+        if isinstance(error, FileNotFoundError):
+            raise ConfigError("does not exist", path=path, advice="Fetch the file") from error
+        raise drive_error("cannot read", error, path, operation=Operation.READ) from error

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from k3.container.direct import drive_error
+from k3.container.errno_advice import Operation
 from k3.container.errors import DriveError
 from k3.container.output_file import NOTHING_KEPT
 
 
 def write_error(problem: str, error: OSError, path: Path) -> DriveError:
     """The typed error for a write that failed. Unlike a repack, a run does not continue where it stopped."""
-    typed = drive_error(problem, error, path)
+    typed = drive_error(problem, error, path, operation=Operation.WRITE)
     typed.advice = NOTHING_KEPT
     return typed

@@ -28,7 +28,7 @@ from k3.container.recipe import MATRIX_ENCODINGS, Recipe
 from k3.repack import interrupts
 from k3.repack.compare import Comparison
 from k3.repack.plan import Plan
-from k3.repack.preflight import DriveNeed, check_space, drive_needs, estimate
+from k3.repack.preflight import DriveNeed, check_file_sizes, check_space, drive_needs, estimate
 from k3.repack.request import RepackRequest
 from k3.repack.run import RepackResult, Watcher, open_source, plan_for, repack, root_directories, verify_full
 
@@ -328,6 +328,7 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
             )
         for warning in snapshot.warnings:
             click.echo(f"note: {warning}")
+    check_file_sizes(plan, directories)
     check_space(needs)
     return ExitCode.OK
 
@@ -341,10 +342,11 @@ def _print_plan_text(plan: Plan, directories: dict[int, Path], needs: list[Drive
     click.echo(f"write: {sum(plan.write_bytes().values()):,} bytes")
     for need in needs:
         fits = "fits" if not need.missing_bytes else f"{need.missing_bytes:,} bytes short"
+        free = "room unknown" if need.free_bytes is None else f"{need.free_bytes:,} free: {fits}"
         click.echo(
             f"drive of {', '.join(need.directories)}: {need.write_bytes:,} bytes to hold "
             f"({need.present_bytes:,} there already), {need.extra_bytes:,} besides, "
-            f"{need.free_bytes:,} free: {fits}"
+            f"{free}"
         )
     if assumed:
         click.echo("shares: measured when the run begins; equal ones are assumed here")

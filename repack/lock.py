@@ -10,7 +10,9 @@ from pathlib import Path
 from types import TracebackType
 
 from k3.container.direct import drive_error
+from k3.container.errno_advice import NOT_SUPPORTED, Operation
 from k3.container.errors import ResumeError
+from k3.container.notes import note_once
 
 
 class RootLocks(AbstractContextManager[None]):
@@ -20,15 +22,18 @@ class RootLocks(AbstractContextManager[None]):
         self._fds: list[int] = []
         for directory in directories:
             try:
-                self._fds.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-                fcntl.flock(self._fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._fds.append(fd)
+                _lock(fd, directory)
+            except BlockingIOError:
                 self.close()
-                if not isinstance(error, BlockingIOError):
-                    raise drive_error("cannot lock the directory", error, directory) from error
                 raise ResumeError(
                     "another k3-repack is working in this directory", path=directory, advice="Wait for it to end"
                 ) from None
+            except OSError as error:
+                self.close()
+                what = "cannot lock the directory"
+                raise drive_error(what, error, directory, operation=Operation.LOCK) from error
 
     def close(self) -> None:
         """Give the locks back."""
@@ -39,3 +44,17 @@ class RootLocks(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _lock(fd: int, directory: Path) -> None:
+    """Take the lock, or note that the file system has none. OSError (BlockingIOError: it is taken)."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        note_once(
+            "flock",
+            f"the file system of {directory} has no locks ({error.strerror}): nothing stops a second k3-repack "
+            "from writing there at the same time, so start none",
+        )

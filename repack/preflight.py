@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3.container.errors import SpaceError
+from k3.container.errno_advice import Operation, refusal
+from k3.container.errors import DriveError, SpaceError
+from k3.container.free_space import free_bytes, largest_file_bytes
 from k3.container.layout import PARTIAL_SUFFIX
+from k3.container.notes import note_once
 from k3.repack.assemble import RESIDENT_EXPERTS
 from k3.repack.plan import Plan
 from k3.repack.probe import read_rate
@@ -30,11 +33,13 @@ class DriveNeed:
     write_bytes: int  # data files in all
     present_bytes: int  # of these, already allocated by an unfinished run
     extra_bytes: int  # journal, catalog, small files, scratch
-    free_bytes: int
+    free_bytes: int | None  # None: the file system does not say
 
     @property
     def missing_bytes(self) -> int:
-        """How much more would have to be free; 0 when it fits."""
+        """How much more would have to be free; 0 when it fits, or when nothing is known."""
+        if self.free_bytes is None:
+            return 0
         return max(0, self.write_bytes - self.present_bytes + self.extra_bytes - self.free_bytes)
 
 
@@ -62,14 +67,20 @@ def drive_needs(plan: Plan, directories: Mapping[int, Path]) -> list[DriveNeed]:
             extra += experts * (_JOURNAL_BYTES_PER_EXPERT + _CATALOG_BYTES_PER_EXPERT)
             extra += sum(path.stat().st_size for _, path in small_files(plan.snapshot))
             extra += scratch_bytes(plan, RESIDENT_EXPERTS)
-        status = os.statvfs(_existing(directories[numbers[0]]))
+        free = free_bytes(_existing(directories[numbers[0]]))
+        if free is None:
+            note_once(
+                f"free space {numbers}",
+                f"the file system of {directories[numbers[0]]} does not say how much is free: that it "
+                "suffices was not checked",
+            )
         needs.append(
             DriveNeed(
                 directories=tuple(str(directories[number]) for number in numbers),
                 write_bytes=sum(writes[number] for number in numbers),
                 present_bytes=sum(_present_bytes(plan, directories, number) for number in numbers),
                 extra_bytes=extra,
-                free_bytes=status.f_bavail * status.f_frsize,
+                free_bytes=free,
             )
         )
     return needs
@@ -80,8 +91,8 @@ def check_space(needs: list[DriveNeed]) -> None:
     short = [need for need in needs if need.missing_bytes]
     if short:
         details = "; ".join(
-            f"{', '.join(need.directories)}: {need.missing_bytes + need.free_bytes:,} bytes needed, "
-            f"{need.free_bytes:,} free, {need.missing_bytes:,} missing"
+            f"{', '.join(need.directories)}: {need.missing_bytes + (need.free_bytes or 0):,} bytes needed, "
+            f"{need.free_bytes or 0:,} free, {need.missing_bytes:,} missing"
             for need in short
         )
         raise SpaceError(
@@ -89,6 +100,23 @@ def check_space(needs: list[DriveNeed]) -> None:
             path=short[0].directories[0],
             advice="Free space, add a drive with --dirs, or lower --bits; nothing was written",
         )
+
+
+def check_file_sizes(plan: Plan, directories: Mapping[int, Path]) -> None:
+    """DriveError when a file of the plan is larger than its place takes (FAT32, ulimit -f)."""
+    for file in plan.files:
+        if file.kind == "source":
+            continue
+        most_bytes = largest_file_bytes(_existing(directories[file.root]))
+        if most_bytes is not None and file.size_bytes > most_bytes:
+            problem = (
+                f"a file of {file.size_bytes:,} bytes is to be written where at most {most_bytes:,} are taken"
+            )
+            raise DriveError(
+                problem,
+                path=directories[file.root] / file.path,
+                advice=f"{refusal(Operation.WRITE, errno.EFBIG).advice}; nothing was written",
+            )
 
 
 def estimate(plan: Plan, needs: list[DriveNeed]) -> Estimate:

@@ -16,7 +16,8 @@ import numpy as np
 
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogTensor, write_catalog
-from k3.container.direct import ReadFile, WriteFile, aligned_buffer, drive_error, sync_directory
+from k3.container.direct import ReadFile, WriteFile, aligned_buffer, drive_error, sync_directory, sync_file
+from k3.container.errno_advice import Operation
 from k3.container.errors import DriveError, SourceError
 from k3.container.keys import PAGE_BYTES, layer_of
 from k3.container.layout import (
@@ -267,9 +268,9 @@ def _write_small(path: Path, data: bytes) -> SmallFile:
         with open(partial, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno(), partial)
     except OSError as error:
-        raise drive_error("cannot write", error, partial) from error
+        raise drive_error("cannot write", error, partial, operation=Operation.MAKE) from error
     _rename(partial, path)
     sync_directory(path.parent)
     return SmallFile(path.name, len(data), checksum.digest(data).hex())
@@ -284,7 +285,7 @@ def _rename(partial: Path, final: Path) -> None:
     try:
         os.replace(partial, final)  # noqa: PTH105 - one system call that tests can watch on every Python
     except OSError as error:
-        raise drive_error("cannot rename", error, partial) from error
+        raise drive_error("cannot rename", error, partial, operation=Operation.RENAME) from error
 
 
 def remove_journal(home: Path, journal_name: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from k3.container import checksum
 from k3.container.direct import drive_error, sync_directory
+from k3.container.errno_advice import Operation
 from k3.container.errors import K3Error, ShardError
 from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.layout import (
@@ -33,7 +34,7 @@ from k3.repack.existing import is_in_place, recognise, refuse_foreign_files
 from k3.repack.journal import Journal, ShardRecord
 from k3.repack.lock import RootLocks
 from k3.repack.plan import Plan
-from k3.repack.preflight import check_space, drive_needs
+from k3.repack.preflight import check_file_sizes, check_space, drive_needs
 from k3.repack.probe import drive_rate, shares_from_rates
 from k3.repack.publish import finish_data_files, left_behind, publish, remove_journal
 from k3.repack.recheck import Recheck, journalled_bytes, recheck
@@ -125,6 +126,7 @@ def _repack_locked(request: RepackRequest, snapshot: Snapshot, watcher: Watcher)
     shares, probes = _shares(request, journal_path)
     plan = plan_for(request, snapshot, shares)
     directories = root_directories(request, plan)
+    check_file_sizes(plan, directories)
     check_space(drive_needs(plan, directories))
     journal = Journal(journal_path)
     try:
@@ -264,7 +266,7 @@ def _status(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except OSError as error:
-        raise drive_error("cannot look at", error, path) from error
+        raise drive_error("cannot look at", error, path, operation=Operation.LOOK) from error
 
 
 def _resume(
@@ -391,5 +393,5 @@ def _make_directories(request: RepackRequest, made: list[Path]) -> None:
                 place.mkdir()
                 sync_directory(place.parent)
             except OSError as error:
-                raise drive_error("cannot make the directory", error, place) from error
+                raise drive_error("cannot make the directory", error, place, operation=Operation.MAKE) from error
             made.append(place)

@@ -15,6 +15,7 @@ import numpy as np
 
 from k3.container import checksum
 from k3.container.direct import Bytes, drive_error
+from k3.container.errno_advice import Operation
 from k3.container.errors import DamageError
 from k3.container.keys import ExpertKey, page_ceil
 from k3.repack.plan import ExpertRoute, Plan
@@ -52,7 +53,9 @@ class Scratch:
                 self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 self._path.unlink()
             except OSError as error:
-                raise drive_error("cannot make the scratch file", error, self._path) from error
+                raise drive_error(
+                    "cannot make the scratch file", error, self._path, operation=Operation.MAKE
+                ) from error
         slot = self._free.pop() if self._free else self._slots
         self._slots = max(self._slots, slot + 1)
         self._experts[key] = _Spilled(slot)
@@ -72,7 +75,9 @@ class Scratch:
             try:
                 done += os.pwrite(self._fd, data[done:].data, position + done)
             except OSError as error:
-                raise drive_error("cannot write", error, self._path, position + done) from error
+                raise drive_error(
+                    "cannot write", error, self._path, position + done, operation=Operation.WRITE
+                ) from error
         spilled.arrived_bytes += len(data)
         if last:
             spilled.parts[payload_offset] = (begun_bytes + len(data), self._hasher.digest())

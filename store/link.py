@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from k3.container.errno_advice import Operation, refusal
 from k3.container.errors import DaemonError, WireError
 from k3.store import wire
 from k3.store.descriptor import ModelDescriptor, parse_descriptor
@@ -177,7 +178,8 @@ def unreachable(error: OSError, path: Path) -> DaemonError:
         return DaemonError(
             "this user may not connect to k3-store", path=path, advice="Run it with --group, or as the same user"
         )
-    return DaemonError(f"k3-store cannot be reached: {error.strerror or error}", path=path)
+    found = refusal(Operation.CONNECT, error.errno, error.strerror or str(error))
+    return DaemonError(f"k3-store cannot be reached: {found.reason}", path=path, advice=found.advice)
 
 
 def refused(answer: wire.Message | None, path: Path) -> DaemonError:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from k3.container import checksum
+from k3.container.direct import drive_error
+from k3.container.errno_advice import Operation
 from k3.container.errors import DamageError
 from k3.container.reader import Container
 from k3.store import wire
@@ -87,7 +89,9 @@ def _text_files(container: Container) -> dict[str, bytes]:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise DamageError(f"a text file cannot be read: {error.strerror}", path=path) from error
+            if isinstance(error, FileNotFoundError):
+                raise DamageError("a text file is missing", path=path, advice="Restore it, or repack") from error
+            raise drive_error("a text file cannot be read", error, path, operation=Operation.READ) from error
         if checksum.digest(data).hex() != file.digest:
             raise DamageError("a text file does not match its digest", path=path, advice="Restore it, or repack")
         found[file.path] = data

@@ -10,7 +10,6 @@ lease in the daemon.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fcntl
 import logging
 import os
@@ -23,8 +22,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from k3.container.direct import drive_error
-from k3.container.errors import UnsupportedError
+from k3.container.direct import drive_error, memory_error
+from k3.container.errno_advice import Operation
 from k3.store._store import (
     ClientRing,
     Completion,
@@ -122,11 +121,8 @@ class NativeServer:
             self._server = Server(**given, on_reserved=on_reserved)
         except OSError as error:
             arena_bytes = settings.slot_bytes * settings.slots
-            raise UnsupportedError(
-                f"an arena of {settings.slots} slots of {settings.slot_bytes} bytes ({arena_bytes} in all) "
-                f"cannot be had: {error.strerror}",
-                advice="Allow less cache, or more memory",
-            ) from error
+            what = f"an arena of {settings.slots} slots of {settings.slot_bytes} bytes ({arena_bytes} in all)"
+            raise memory_error(f"{what} cannot be had", error) from error
 
     def add_file(self, root: int, path: Path, *, direct: bool) -> int:
         """Register a file of a root (numbered from 0 without gaps) and return its number.
@@ -152,7 +148,7 @@ class NativeServer:
         try:
             self._server.start()
         except OSError as error:
-            raise UnsupportedError(f"the data plane cannot start its threads: {error.strerror}") from error
+            raise memory_error("the data plane cannot start its threads", error, Operation.THREAD) from error
         if self._server.notice:
             _log.warning("%s", self._server.notice)
 
@@ -189,8 +185,7 @@ class NativeServer:
         try:
             return ClientGrant(*self._server.add_client(name))
         except OSError as error:
-            advice = "Raise the limit of open files" if error.errno in (errno.EMFILE, errno.ENFILE) else None
-            raise UnsupportedError(f"no ring for one more client: {error.strerror}", advice=advice) from error
+            raise memory_error("no ring for one more client", error) from error
 
     def remove_client(self, client: int) -> None:
         """Free all that a client held, awaited and pinned. Does nothing when it is not there."""
@@ -341,16 +336,13 @@ def make_memfd(name: str, size_bytes: int, on_reserved: Callable[[int], None] | 
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise UnsupportedError(f"no memory can be shared: {error.strerror}") from error
+        raise memory_error("no memory can be shared", error) from error
     try:
         os.ftruncate(fd, size_bytes)
         return fd, reserve(fd, size_bytes, name, on_reserved)
     except OSError as error:
         os.close(fd)
-        raise UnsupportedError(
-            f"{size_bytes} bytes of shared memory for {name} cannot be had: {error.strerror}",
-            advice="Allow more memory",
-        ) from error
+        raise memory_error(f"{size_bytes} bytes of shared memory for {name} cannot be had", error) from error
     except BaseException:
         os.close(fd)
         raise

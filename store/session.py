@@ -10,11 +10,13 @@ Guarded by the source's lock, except `wait`, which one thread at a time may be i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 from collections.abc import Sequence
 from pathlib import Path
 
+from k3.container.errno_advice import Operation, refusal
 from k3.container.errors import DaemonError, DamageError, DriveError, ExpertError, K3Error
 from k3.store.link import Link
 from k3.store.native import Completion
@@ -101,8 +103,11 @@ class Session:
                     path=path, layer=layer, expert=expert, offset=offset,
                     advice="Find everything that is damaged with k3-verify --read-data all, then restore it",
                 )  # fmt: skip
-            reason = os.strerror(completion.error) if completion.error else "the file ended early"
-            return DriveError(f"cannot read: {reason}", path=path, layer=layer, expert=expert, offset=offset)
+            found = refusal(Operation.READ, completion.error or errno.ENODATA)  # 0: the file ended early
+            return DriveError(
+                f"cannot read: {found.reason}", path=path, layer=layer, expert=expert, offset=offset,
+                advice=found.advice,
+            )  # fmt: skip
         if status == Status.NO_SUCH_EXPERT:
             return ExpertError("the daemon has no such expert", path=socket_path, layer=layer, expert=expert)
         if status == Status.BUSY and completion.op == Op.PIN:

@@ -18,6 +18,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3.container.errno_advice import Operation, refusal
 from k3.container.errors import SocketError
 
 PATH_BYTES_MAX = 107
@@ -186,9 +187,5 @@ def _remove_stale(path: Path) -> None:
 
 
 def _refused(problem: str, error: OSError, path: Path) -> SocketError:
-    advice = None
-    if error.errno == errno.ENOENT:
-        advice = f"Make the directory {path.parent} first, or choose another --socket"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        advice = "Choose a --socket in a directory that this user may write, such as $XDG_RUNTIME_DIR"
-    return SocketError(f"the socket {problem}: {error.strerror}", path=path, advice=advice)
+    found = refusal(Operation.LISTEN, error.errno, error.strerror or str(error))
+    return SocketError(f"the socket {problem}: {found.reason}", path=path, advice=found.advice)
