@@ -9,39 +9,29 @@ and ETA through tqdm, or as JSON lines on stdout. Used from a command's main thr
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import json
 import os
-import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from k3.container.errors import EXIT_CODE_HELP, DriveError, ExitCode, K3Error, SpaceError, UnsupportedError
+from k3.container import streams
+from k3.container.direct import drive_error
+from k3.container.errno_advice import Operation
+from k3.container.errors import EXIT_CODE_HELP, ExitCode, K3Error, UnsupportedError
+from k3.container.notes import take_notes
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*$", re.IGNORECASE | re.ASCII)
 _JSON_INTERVAL_S = 1.0
-
-
-def parse_size(text: str) -> int:
-    """Bytes meant by "50G", "2.5 GiB" or "4096": powers of 1000, of 1024 with an i. ValueError otherwise."""
-    match = _SIZE.match(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size such as 500M, 2G or 1.5GiB")
-    base = 1024 if match[3] else 1000
-    return int(Fraction(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
 def format_size(nbytes: float) -> str:
@@ -54,37 +44,6 @@ def format_size(nbytes: float) -> str:
     return f"{value:.2f} TB"
 
 
-class SizeType(click.ParamType[int]):
-    """A click parameter in bytes with the spellings of `parse_size`."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class DirectoryList(click.ParamType[tuple[Path, ...]]):
-    """A click parameter of directories separated by commas; an empty entry or one named twice is refused."""
-
-    name = "A,B,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
-        if isinstance(value, tuple):
-            return value
-        names = [name.strip() for name in str(value).split(",")]
-        if "" in names:
-            self.fail(f"{value!r} has an empty entry", param, ctx)
-        paths = tuple(Path(name) for name in names)
-        if len({path.resolve() for path in paths}) != len(paths):
-            self.fail(f"{value!r} names a directory twice", param, ctx)
-        return paths
-
-
 def exit_code_help(codes: Iterable[ExitCode]) -> str:
     """The paragraph for --help that lists what each exit status means."""
     lines = [f"  {int(code):<4}{EXIT_CODE_HELP[code]}" for code in codes]
@@ -92,31 +51,93 @@ def exit_code_help(codes: Iterable[ExitCode]) -> str:
 
 
 class Command(click.Command):
-    """A command that Ctrl-C ends with 130 also before `run` has begun: while a prompt is read from stdin, say.
+    """A command whose every end has one of the project's exit codes, also before `run` has begun.
 
-    click by itself would exit with 1, which means damage here.
+    click by itself ends with 1, which means damage here, when Ctrl-C comes while a prompt is read from stdin, or
+    when the reader of `--help` has gone.
     """
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """See click.Command."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode, **extra)
+        parse = super().main
+        return _end(lambda: parse(args, prog_name, complete_var, standalone_mode=False, **extra))
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """See click.Command."""
-        with _ctrl_c():
+        with _kept_from_click():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         """See click.Command."""
-        with _ctrl_c():
+        with _kept_from_click():
             return super().invoke(ctx)
 
 
+class Group(Command, click.Group):
+    """A group of commands that ends as `Command` does, whichever of them is called."""
+
+
+class _KeptError(Exception):
+    """Carries past click what click would end with 1."""
+
+    def __init__(self, error: OSError | KeyboardInterrupt) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @contextlib.contextmanager
-def _ctrl_c() -> Iterator[None]:
+def _kept_from_click() -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+    except (OSError, KeyboardInterrupt) as error:
+        raise _KeptError(error) from error
+
+
+def _end(body: Callable[[], Any]) -> NoReturn:
+    """Call click's part of a command and end the process with what it came to."""
+    streams.prepare()
+    code = 0
+    try:
+        code = _parsed(body)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ExitCode.USAGE)
+    except BrokenPipeError:
+        code = streams.CLOSED_PIPE
+    except OSError as error:
+        refused = _refusal(error)
+        report_error(refused, as_json=False)
+        code = int(refused.exit_code)
+    streams.settle()
+    raise SystemExit(code)
+
+
+def _parsed(body: Callable[[], Any]) -> int:
+    """The exit code of a command line; its body, if it is reached, ends by SystemExit in `run`."""
+    try:
+        result = body()
+        return result if isinstance(result, int) else 0  # of click's own Exit, after --help
+    except _KeptError as kept:
+        if isinstance(kept.error, OSError):
+            raise kept.error from None
+        streams.say("\ninterrupted\n")
+        return int(ExitCode.INTERRUPTED)
+    except click.Abort:
+        streams.say("\ninterrupted\n")
+        return int(ExitCode.INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        return int(ExitCode.USAGE)  # click's own code for a file that it cannot open is 1
 
 
 def version_option(command: _Command) -> _Command:
@@ -153,41 +174,35 @@ def run(body: Callable[[], int | None], *, as_json: bool = False, on_interrupt: 
 
     `body` returns an exit code or None for 0. `on_interrupt` is what Ctrl-C leaves behind, in one sentence.
     """
-    _open_missing_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that cannot be shown must not end the run
+    streams.prepare()
     try:
         code = _outcome(body, as_json, on_interrupt)
+        _tell_notes(as_json)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has gone; nothing is left to say, and the interpreter must not try.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
-        code = 141
-    except OSError as error:  # the output was buffered until now; the interpreter must not try once more
+        code = streams.CLOSED_PIPE  # the reader of our output has gone; nothing is left to say
+    except OSError as error:
         refused = _refusal(error)
         report_error(refused, as_json=as_json)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = int(refused.exit_code)
+    streams.settle()
     raise SystemExit(code)
 
 
-def _open_missing_streams() -> None:
-    """Standard streams that the caller has closed lead nowhere; their numbers must not go to other files."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it lives as long as the process
+def _tell_notes(as_json: bool) -> None:
+    for text in take_notes():
+        streams.say(json.dumps({"type": "note", "text": text}) + "\n" if as_json else f"note: {text}\n")
 
 
 def _refusal(error: OSError) -> K3Error:
     """What the rooms have not put into better words; without a file name it is mostly the output that failed."""
-    reason = error.strerror or str(error)
-    kind = SpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DriveError
     if error.filename is not None:
-        return kind(f"the system refused: {reason}", path=error.filename, advice="Check this place and its rights")
-    advice = "If it was standard output, give it another place; what the command had made by then stays"
-    return kind(f"the system refused a write: {reason}", advice=advice)
+        name = error.filename
+        path = Path(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else Path(str(name))
+        return drive_error("the system refused", error, path)
+    found = drive_error("the system refused a write", error, None, operation=Operation.WRITE)
+    found.advice = "If it was standard output, give it another place; what the command had made by then stays"
+    return found
 
 
 def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | None) -> int:
@@ -200,9 +215,9 @@ def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | 
     except KeyboardInterrupt:
         text = "interrupted" + (f": {on_interrupt}" if on_interrupt else "")
         if as_json:
-            sys.stderr.write(json.dumps({"type": "error", "error": "Interrupted", "problem": text}) + "\n")
+            streams.say(json.dumps({"type": "error", "error": "Interrupted", "problem": text}) + "\n")
         else:
-            sys.stderr.write(f"\n{text}\n")
+            streams.say(f"\n{text}\n")
         return int(ExitCode.INTERRUPTED)
     except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
         raise
@@ -215,7 +230,8 @@ def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | 
         if refused_more is not None:
             report_error(refused_more, as_json=as_json)
             return int(refused_more.exit_code)
-        traceback.print_exc()  # a fault of ours: shown whole, and not with the exit status of damaged bytes
+        # A fault of ours: shown whole, and not with the exit status of damaged bytes.
+        streams.say(traceback.format_exc())
         return int(ExitCode.INTERNAL)
 
 
@@ -234,7 +250,7 @@ def report_error(error: K3Error, *, as_json: bool) -> None:
     """Print an operating error on stderr."""
     message = {"type": "error", **error.as_dict()}
     line = json.dumps(message) if as_json else f"error: {error}"
-    sys.stderr.write(line + "\n")
+    streams.say(line + "\n")
 
 
 class Progress:

@@ -8,6 +8,7 @@ import click
 
 from k3.container import console
 from k3.container.errors import ExitCode
+from k3.container.option_types import Whole
 from k3.engine.option_types import Counts
 from k3.engine.options import engine_options, model_options, model_settings
 
@@ -49,9 +50,9 @@ _EXIT_CODES = (
     envvar="K3_CHUNK",
     help="Prompt tokens per pass (n_batch in the table).",
 )
-@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, help="Times that each test is measured.")
+@click.option("-r", "--repetitions", type=Whole(1), default=5, help="Times that each test is measured.")
 @click.option("--no-warmup", is_flag=True, help="Leave out the repetition before each test that is not counted.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Chooses the random token ids.")
+@click.option("--seed", type=Whole(0), default=0, help="Chooses the random token ids.")
 @click.option(
     "-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", help="Form of the result on stdout."
 )

@@ -14,7 +14,8 @@ import click
 
 from k3.container import console
 from k3.container.errors import ExitCode
-from k3.engine.option_types import Ids, Real
+from k3.container.option_types import Real, Whole
+from k3.engine.option_types import Ids
 from k3.engine.options import engine_options, model_options, model_settings
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class _RunOrBench(console.Command):
     type=click.Path(path_type=Path, allow_dash=True),
     help="The prompt from a UTF-8 file; - is stdin.",
 )
-@click.option("--ngen", type=click.IntRange(0), default=DEFAULT_GENERATE, help="Tokens to generate at most.")
+@click.option("--ngen", type=Whole(0), default=DEFAULT_GENERATE, help="Tokens to generate at most.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the message.")
 @click.option("--temperature", type=Real(0), default=0.0, help="0 always takes the likeliest token.")
 @click.option(
@@ -74,10 +75,10 @@ class _RunOrBench(console.Command):
     default=1.0,
     help="Draw from the smallest set of likely tokens with this probability.",
 )
-@click.option("--seed", type=click.IntRange(0), help="Seed of the draw.  [default: chosen and printed]")
+@click.option("--seed", type=Whole(0), help="Seed of the draw.  [default: chosen and printed]")
 @click.option(
     "--chunk",
-    type=click.IntRange(1),
+    type=Whole(1),
     default=DEFAULT_CHUNK,
     show_envvar=True,
     envvar="K3_CHUNK",
@@ -85,7 +86,7 @@ class _RunOrBench(console.Command):
 )
 @click.option(
     "--max-tokens",
-    type=click.IntRange(1),
+    type=Whole(1),
     show_envvar=True,
     envvar="K3_MAXT",
     help="Refuse prompt and generation longer than this together.  [default: the model's context]",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 import click
+
+from k3.container.option_types import short
 
 _IDS = re.compile(r"^\s*[0-9]+\s*(,\s*[0-9]+\s*)*$")
 _MAX_DIGITS = 10  # a longer number cannot be a token id; Python would take very long to parse a very long one
@@ -26,29 +27,6 @@ class Ids(click.ParamType["tuple[int, ...]"]):
         if any(len(item) > _MAX_DIGITS for item in items):
             self.fail("a number in the list is too large for a token id", param, ctx)
         return tuple(int(item) for item in items)
-
-
-class Real(click.ParamType[float]):
-    """A finite number between two bounds, the lower one possibly excluded."""
-
-    name = "number"
-
-    def __init__(self, least: float, most: float = math.inf, *, above: bool = False) -> None:
-        self._least, self._most, self._above = least, most, above
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            self.fail(f"{short(value)} is not a number", param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{short(value)} is not a finite number", param, ctx)
-        low = number <= self._least if self._above else number < self._least
-        if low or number > self._most:
-            bound = f"above {self._least:g}" if self._above else f"at least {self._least:g}"
-            most = "" if math.isinf(self._most) else f" and at most {self._most:g}"
-            self.fail(f"{short(value)} is not {bound}{most}", param, ctx)
-        return number
 
 
 class Layers(click.ParamType[str]):
@@ -85,9 +63,3 @@ class Counts(click.ParamType["tuple[int, ...]"]):
         if min(counts) < self._least:
             self.fail(f"{min(counts)} is not at least {self._least}", param, ctx)
         return counts
-
-
-def short(value: Any) -> str:
-    """A user's word for an error message, cut if it is very long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

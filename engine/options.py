@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from k3.container import console
-from k3.engine.option_types import Layers, Real
+from k3.container.option_types import Real, Whole, directories_option
+from k3.engine.option_types import Layers
 
 if TYPE_CHECKING:
     from k3.engine.settings import ModelSettings
@@ -25,13 +25,8 @@ _DIRECTORY = click.Path(path_type=Path)
 
 _WHICH_MODEL = (
     click.option("--container", type=_DIRECTORY, help="Run from a container made by k3-repack."),
-    click.option(
-        "--dirs",
-        type=console.DirectoryList(),
-        show_envvar=True,
-        envvar="K3_DIRS",
-        default=(),
-        help="With --container: where its roots are.",
+    directories_option(
+        "--dirs", help="With --container: where its roots are.", show_envvar=True, envvar="K3_DIRS"
     ),
     click.option(
         "--snapshot",
@@ -123,7 +118,7 @@ _HOW_TO_RUN = (
     ),
     click.option(
         "--prefetch",
-        type=click.IntRange(0, 1024),
+        type=Whole(0, 1024),
         show_envvar=True,
         envvar="K3_PREFETCH",
         help="Look ahead: let at most this many experts of a layer be read before it asks for them; 0 is off.  "
@@ -143,7 +138,7 @@ _HOW_TO_RUN = (
         default="always",
         help="Which reads of experts are compared with their digests.",
     ),
-    click.option("--threads", type=click.IntRange(1, 1024), help="Arithmetic threads.  [default: one per core]"),
+    click.option("--threads", type=Whole(1, 1024), help="Arithmetic threads.  [default: one per core]"),
 )
 
 

@@ -14,9 +14,7 @@ import click
 
 from k3.container.console import (
     Command,
-    DirectoryList,
     Progress,
-    SizeType,
     emit_json,
     exit_code_help,
     format_size,
@@ -24,6 +22,7 @@ from k3.container.console import (
     version_option,
 )  # fmt: skip
 from k3.container.errors import ExitCode
+from k3.container.option_types import SizeType, directories_option, short
 from k3.container.recipe import MATRIX_ENCODINGS, Recipe
 from k3.repack import interrupts
 from k3.repack.compare import Comparison
@@ -49,9 +48,9 @@ class _Shares(click.ParamType[tuple[int, ...]]):
         try:
             shares = tuple(int(text) for text in str(value).split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers", param, ctx)
+            self.fail(f"{short(value)} is not a list of whole numbers", param, ctx)
         if not all(1 <= share <= 1_000_000 for share in shares):
-            self.fail(f"{value!r}: each share must be between 1 and 1,000,000", param, ctx)
+            self.fail(f"{short(value)}: each share must be between 1 and 1,000,000", param, ctx)
         return shares
 
 
@@ -64,8 +63,9 @@ class _Layers(click.ParamType[tuple[int, ...]]):
         layers: set[int] = set()
         for text in str(value).split(","):
             first, dash, last = text.partition("-")
-            if not first.isdecimal() or (dash and not last.isdecimal()):
-                self.fail(f"{text!r} is not a layer number or a range such as 0-3", param, ctx)
+            bounds = [first, last if dash else first]
+            if not all(bound.isascii() and bound.isdecimal() and len(bound) < 7 for bound in bounds):
+                self.fail(f"{short(text)} is not a layer number or a range such as 0-3", param, ctx)
             start, stop = int(first), int(last if dash else first)
             if stop < start or stop - start > 100_000:
                 self.fail(f"{text!r} is not an ascending range", param, ctx)
@@ -107,15 +107,8 @@ class _Display(Watcher):
 @click.command(cls=Command, epilog=exit_code_help(_CODES))
 @click.argument("snapshot", type=click.Path(path_type=Path))
 @click.argument("container", type=click.Path(path_type=Path))
-@click.option("--source-dirs", type=DirectoryList(), default=(), help="Further directories of a split snapshot.")
-@click.option(
-    "--dirs",
-    type=DirectoryList(),
-    show_envvar=True,
-    envvar="K3_DIRS",
-    default=(),
-    help="Drives for the expert pieces.",
-)
+@directories_option("--source-dirs", help="Further directories of a split snapshot.")
+@directories_option("--dirs", help="Drives for the expert pieces.", show_envvar=True, envvar="K3_DIRS")
 @click.option("--shares", type=_Shares(), help="Each drive's part of every expert. Default: measured.")
 @click.option(
     "--bits",
@@ -148,7 +141,9 @@ class _Display(Watcher):
 @click.option("--layers", type=_Layers(), help="Only these decoder layers.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and write nothing.")
 @click.option("--verify-full", "verify", is_flag=True, help="Prove every byte afterwards, read from the drives.")
-@click.option("--bwlimit", type=SizeType(), metavar="SIZE", help="Most bytes per second read from the source.")
+@click.option(
+    "--bwlimit", type=SizeType(least=1), metavar="SIZE", help="Most bytes per second read from the source."
+)
 @click.option(
     "--direct/--no-direct",
     default=True,
@@ -186,8 +181,6 @@ def main(
         raise click.UsageError(
             "--in-place leaves the experts where they are: --dirs (or K3_DIRS) and --shares do not apply"
         )
-    if bwlimit is not None and bwlimit <= 0:
-        raise click.UsageError("--bwlimit must be more than 0")
     request = RepackRequest(
         sources=(snapshot, *source_dirs), home=container, drives=dirs, shares=shares,
         recipe=Recipe(int(bits), int(mla_bits), int(head_bits)), in_place=in_place, layers=layers,

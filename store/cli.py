@@ -15,6 +15,7 @@ import click
 
 from k3.container import console
 from k3.container.errors import ExitCode
+from k3.container.option_types import Real, Whole, directories_option, short
 from k3.store.simulate_cli import simulate_command
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -40,7 +41,7 @@ class _Depths(click.ParamType["tuple[int, ...]"]):
         if not all(
             item.isascii() and item.isdecimal() and len(item) < 4 and 1 <= int(item) <= 64 for item in items
         ):
-            self.fail(f"{value!r} is not a list of depths from 1 to 64 such as 1,2,4", param, ctx)
+            self.fail(f"{short(value)} is not a list of depths from 1 to 64 such as 1,2,4", param, ctx)
         return tuple(map(int, items))
 
 
@@ -60,13 +61,8 @@ def _places(command: _F) -> _F:
         type=_DIRECTORY,
         help="The container's home, if it is not the one with a manifest in --dirs.",
     )(command)
-    return click.option(
-        "--dirs",
-        type=console.DirectoryList(),
-        show_envvar=True,
-        envvar="K3_DIRS",
-        default=(),
-        help="Every directory of the container, separated by commas.",
+    return directories_option(
+        "--dirs", help="Every directory of the container.", show_envvar=True, envvar="K3_DIRS"
     )(command)
 
 
@@ -76,7 +72,7 @@ def _json_option(command: _F) -> _F:
     )
 
 
-@click.group(context_settings=_SETTINGS, epilog=_EPILOG)
+@click.group(cls=console.Group, context_settings=_SETTINGS, epilog=_EPILOG)
 @console.version_option
 def main() -> None:
     """One daemon owns the drives and the memory; any number of engines lease experts from it."""
@@ -87,27 +83,27 @@ def main() -> None:
 @_socket_option
 @click.option(
     "--cache-gb",
-    type=click.FloatRange(min=0),
+    type=Real(0, 1e9),
     show_envvar=True,
     envvar="K3_CACHE_GB",
     help="Memory for experts, in GB.  [default: what is free less a reserve, at most the whole model]",
 )
 @click.option(
     "--reserve-gb",
-    type=click.FloatRange(min=0),
+    type=Real(0, 1e9),
     help="Memory left to everybody else, in GB.  [default: a tenth of what is free, at least 1 GiB]",
 )
-@click.option("--max-clients", type=click.IntRange(1, 64), default=8, help="Engines that may be attached at once.")
+@click.option("--max-clients", type=Whole(1, 64), default=8, help="Engines that may be attached at once.")
 @click.option(
     "--quota",
-    type=click.IntRange(1, 512),
+    type=Whole(1, 512),
     help="Experts that each client may hold at once.  [default: half of the slots divided by clients, 32 to 512]",
 )
 @click.option("--policy", default="least-stale", help="Which experts stay in memory; see simulate.")
 @click.option("--io", type=click.Choice(["threads", "uring"]), default="threads", help="How reads are made.")
 @click.option(
     "--io-depth",
-    type=click.IntRange(1, 64),
+    type=Whole(1, 64),
     default=4,
     show_envvar=True,
     envvar="K3_IO_DEPTH",
@@ -131,13 +127,11 @@ def main() -> None:
 @click.option(
     "--metrics",
     "metrics_port",
-    type=click.IntRange(0, 65535),
+    type=Whole(0, 65535),
     metavar="PORT",
     help="Serve Prometheus metrics on 127.0.0.1:PORT.",
 )
-@click.option(
-    "--drain-s", type=click.FloatRange(0, 600), default=5.0, help="How long reads may take to end on SIGTERM."
-)
+@click.option("--drain-s", type=Real(0, 600), default=5.0, help="How long reads may take to end on SIGTERM.")
 @click.option("--log-json", is_flag=True, help="Log JSON lines instead of text (on stderr).")
 def serve(**options: Any) -> None:
     """Serve a container's experts on a socket until SIGTERM.
@@ -199,8 +193,8 @@ def ps(socket: Path | None, as_json: bool) -> None:
 @_socket_option
 @click.option("--no-daemon", is_flag=True, help="Measure the drives only.")
 @click.option("--depths", type=_Depths(), default="1,2,4,8,16", help="Reads under way per drive.")
-@click.option("--seconds", type=click.FloatRange(0.05, 600), default=2.0, help="Time for each measurement.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Chooses the experts.")
+@click.option("--seconds", type=Real(0.05, 600), default=2.0, help="Time for each measurement.")
+@click.option("--seed", type=Whole(0), default=0, help="Chooses the experts.")
 @_json_option
 def bench(
     dirs: tuple[Path, ...], container: Path | None, socket: Path | None, as_json: bool, **options: Any

@@ -11,7 +11,6 @@ import click
 
 from k3.container.console import (
     Command,
-    DirectoryList,
     Progress,
     emit_json,
     exit_code_help,
@@ -19,6 +18,7 @@ from k3.container.console import (
     version_option,
 )
 from k3.container.errors import ContainerError, ExitCode
+from k3.container.option_types import Whole, directories_option
 from k3.verify.against_source import check_against_source, open_source
 from k3.verify.bytes import check_bytes
 from k3.verify.finding import Severity
@@ -46,17 +46,10 @@ class _Selection(click.ParamType[Selection]):
 
 @click.command(cls=Command, epilog=exit_code_help(_CODES))
 @click.argument("container", type=click.Path(path_type=Path))
-@click.option(
-    "--dirs",
-    type=DirectoryList(),
-    show_envvar=True,
-    envvar="K3_DIRS",
-    default=(),
-    help="Where to look for roots that moved.",
-)
+@directories_option("--dirs", help="Where to look for roots that moved.", show_envvar=True, envvar="K3_DIRS")
 @click.option("--read-data", "selection", type=_Selection(), help="Read extents back: 1/5, 2.5%, 50G or all.")
-@click.option("--source", type=DirectoryList(), default=(), help="Compare every byte with this snapshot.")
-@click.option("--seed", type=int, help="Choice of the sample. Default: 0 for parts, else a new one.")
+@directories_option("--source", help="Compare every byte with this snapshot.")
+@click.option("--seed", type=Whole(), help="Choice of the sample. Default: 0 for parts, else a new one.")
 @click.option("--scratch", type=click.Path(path_type=Path), help="Directory for scattered experts of --source.")
 @click.option("--fail-on-extra", is_flag=True, help="Files that are no part of the container count as damage.")
 @click.option(

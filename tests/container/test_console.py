@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3.container import errors
-from k3.container.console import Command, Progress, SizeType, emit_json, exit_code_help, parse_size, run
+from k3.container.console import Command, Progress, emit_json, exit_code_help, run
 from k3.container.errors import EXIT_CODE_HELP, DamageError, ExitCode, K3Error
+from k3.container.option_types import SizeType, parse_size
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
