@@ -213,7 +213,8 @@ class FileSource:
 
     def _wait_for_ticket(self, began_ns: int, count: int) -> None:
         """Wait until something changes; BudgetError when `patience_s` since `began_ns` are over."""
-        self._collect()
+        if self._collect():
+            return  # what was given back just now may be enough, and nobody will notify of it again
         self._check_open()
         left_s = self._patience_s - (time.monotonic_ns() - began_ns) / 1e9
         if left_s <= 0:
@@ -469,10 +470,16 @@ class FileSource:
         self._give_back(request)
         self._changed.notify_all()
 
-    def _collect(self) -> None:
-        """End the requests whose streams were forgotten without being closed. Under the lock."""
+    def _collect(self) -> bool:
+        """End the requests whose streams were forgotten without being closed; True if there were any.
+
+        Under the lock.
+        """
+        found = False
         while self.abandoned:
             self._end(self.abandoned.popleft())
+            found = True
+        return found
 
     def _give_back(self, request: _Request) -> None:
         """Take from a closed stream everything that was not handed out. Its flights follow when they land.

@@ -364,6 +364,28 @@ def test_closing_waits_for_reads_and_leaves_no_thread(model: Container) -> None:
     assert threading.active_count() <= before
 
 
+def test_slots_of_a_forgotten_stream_are_free_for_the_next(
+    built: Built, model: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that takes the note of it must not wait: nobody else will wake it."""
+    wait, this = threading.Condition.wait, threading.current_thread()
+
+    def wait_elsewhere(condition: threading.Condition, timeout: float | None = None) -> bool:
+        assert threading.current_thread() is not this, "waits for what it has"
+        return wait(condition, timeout)
+
+    cache_bytes = 2 * EXPERTS * slot_bytes_of(model)
+    source = FileSource(model, working_slots=EXPERTS, cache_bytes=cache_bytes)
+    take(source, 1, range(EXPERTS))
+    stream = source.lease(1, range(EXPERTS))  # all of it from the cache: nothing lands that would wake anybody
+    next(stream).release()
+    del stream
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait", wait_elsewhere)
+        assert take(source, 1, range(EXPERTS)) == right(built, 1, range(EXPERTS))
+    source.close()
+
+
 def test_a_thread_that_waits_is_woken_by_close(model: Container) -> None:
     faults = DriveFaults([Fault("stall", times=100)])
     source = FileSource(model, opener=faults.open, threads=1)
