@@ -4,8 +4,8 @@
     models--org--name/snapshots/<revision>/<file>        links: ../../blobs/<sha256>
     models--org--name/refs/main                          the name of a revision
 
-A blob's name is the SHA-256 of its bytes, which is a proof for free; so links are read, but a path is never
-replaced by its target: the target has neither the file's name nor its neighbours.
+A blob's name is a digest of its bytes, which is a proof for free (downloads.py); so links are read, but a path is
+never replaced by its target: the target has neither the file's name nor its neighbours.
 
 Reads directories and links only; safe to use from any thread.
 """
@@ -13,7 +13,6 @@ Reads directories and links only; safe to use from any thread.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from k3.container.direct import drive_error
@@ -21,7 +20,6 @@ from k3.container.errors import DriveError, SourceError
 from k3.container.modelconfig import CONFIG_NAME
 from k3.container.wording import shown_name
 
-_SHA256 = re.compile(r"^[0-9a-f]{64}$")
 _LISTED_MAX = 8
 
 
@@ -46,10 +44,11 @@ def snapshot_directory(path: Path) -> Path:
         return revisions_in / revisions[0]
     if not revisions:
         raise SourceError("holds no revision", path=revisions_in, advice="Download the model first")
+    main = revisions_in.parent / "refs" / "main"
     raise SourceError(
         f"holds {len(revisions)} revisions: {_listed(revisions)}",
         path=revisions_in,
-        advice="Name the folder of one revision",
+        advice=f"Name the folder of one revision; {main} says which is the newest that was asked for",
     )
 
 
@@ -66,20 +65,6 @@ def possible_snapshots(path: Path) -> list[Path]:
         ]
     except (SourceError, DriveError):
         return [path]
-
-
-def blob_sha256(path: Path) -> str | None:
-    """The SHA-256 that a cached file's bytes are published under; None when `path` is not a link to a blob.
-
-    Small files have Git's SHA-1 as blob name: those give None too.
-    """
-    try:
-        target = path.readlink()
-    except OSError:
-        return None  # not a link
-    if target.parent.name == "blobs" and _SHA256.match(target.name):
-        return target.name
-    return None
 
 
 def list_directory(path: Path) -> list[tuple[str, bool]]:

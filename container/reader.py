@@ -20,9 +20,11 @@ from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, Cat
 from k3.container.direct import ReadFile, drive_error, span_bytes
 from k3.container.errors import ContainerError, DamageError, IncompleteError, NotAContainerError, VersionError
 from k3.container.hf_cache import possible_snapshots
+from k3.container.identity import GENERATION_CONFIG_NAME, ModelIdentity, config_identity, text_identity
 from k3.container.keys import ExpertLayout, Extent
 from k3.container.layout import JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
+from k3.container.modelconfig import CONFIG_NAME, parse_config
 from k3.container.pages import huge_buffer
 from k3.container.source import EncodedTensor
 
@@ -69,23 +71,22 @@ class Container:
 
     # -- ModelSource
 
-    @property
-    def identity(self) -> str:
-        """The container's UUID: equal content, equal identity."""
-        return self.manifest.container
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """The UUID with the digests of configuration and vocabulary: equal content, equal identity."""
+        generation = None if self.text_file(GENERATION_CONFIG_NAME) is None else self._text(GENERATION_CONFIG_NAME)
+        return ModelIdentity(
+            weights=self.manifest.container,
+            config=config_identity(self.config, generation, self.home / CONFIG_NAME),
+            text=text_identity({file.path: file.digest for file in self.manifest.text_files}),
+        )
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """config.json as parsed, untouched."""
-        path = self.text_file("config.json")
-        if path is None:
+        if self.text_file(CONFIG_NAME) is None:
             raise ContainerError("container has no config.json", path=self.home)
-        data = _read_small(path)
-        expected = next(f.digest for f in self.manifest.text_files if f.path == "config.json")
-        if checksum.digest(data).hex() != expected:
-            raise DamageError("config.json does not match its digest", path=path, advice="Restore it, or repack")
-        parsed: Mapping[str, Any] = json.loads(data)
-        return parsed
+        return parse_config(self._text(CONFIG_NAME), self.home / CONFIG_NAME)
 
     def text_file(self, name: str) -> Path | None:
         """Path of a small file that came with the model, or None."""
@@ -143,6 +144,15 @@ class Container:
         if not 0 <= item.file < len(self._paths):
             raise ContainerError(f"catalog points into file {item.file}, which does not exist", path=self.home)
         return Extent(self._paths[item.file], item.offset, item.payload_bytes, item.stored_bytes, item.digest)
+
+    def _text(self, name: str) -> bytes:
+        """The bytes of a small file. DamageError when they are not what the manifest says."""
+        path = self.home / name
+        data = _read_small(path)
+        expected = next(file.digest for file in self.manifest.text_files if file.path == name)
+        if checksum.digest(data).hex() != expected:
+            raise DamageError(f"{name} does not match its digest", path=path, advice="Restore it, or repack")
+        return data
 
     @cached_property
     def _tensors(self) -> dict[str, CatalogTensor]:

@@ -14,7 +14,7 @@ class Shard:
     """One safetensors file of a snapshot.
 
     `path` is where the snapshot names it, links not resolved. `header_bytes` is where the data section starts.
-    `blob_sha256` is the digest the file is published under, known only in a Hugging Face cache.
+    `blob_sha256` is the SHA-256 that the file is published under, None when its downloader left no record of it.
     """
 
     name: str

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from k3.container.errors import IndexFileError
-from k3.container.regular_file import read_small_file
 from k3.container.strict_json import parse_object
 from k3.container.wording import shown, shown_name
 
@@ -41,11 +40,9 @@ class ShardIndex:
         return sorted(set(self.weight_map.values()))
 
 
-def read_index(path: Path) -> ShardIndex:
-    """Read and check an index. IndexFileError when it is missing, no JSON, or names no plain files."""
-    data = read_small_file(path, INDEX_BYTES_MAX, IndexFileError)
+def parse_index(data: bytes, path: Path) -> ShardIndex:
+    """Check the bytes of an index. IndexFileError when they are no JSON, or name no plain files."""
     fields = parse_object(data, what="the index", path=path, error=IndexFileError, advice=_REFETCH)
-    del data
     weight_map = fields.get("weight_map")
     if type(weight_map) is not dict:
         raise IndexFileError("the index has no weight_map table", path=path, advice=_REFETCH)

@@ -9,21 +9,28 @@ A `Snapshot` is immutable after `open`; its methods may be called from any threa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import xxhash
 
+from k3.container import checksum, tensor_reader
 from k3.container import snapshot_checks as checks
-from k3.container import tensor_reader
+from k3.container.downloads import published_digest
 from k3.container.errors import SourceError
 from k3.container.expert_census import ExpertCensus
 from k3.container.expert_table import ExpertTable
 from k3.container.headers import Header, read_header
-from k3.container.hf_cache import blob_sha256
+from k3.container.identity import (
+    GENERATION_CONFIG_NAME,
+    TEXT_FILES,
+    ModelIdentity,
+    config_identity,
+    text_identity,
+)
 from k3.container.index_check import IndexCheck
 from k3.container.keys import Encoding, ExpertLayout, Extent, is_vision, layer_of
 from k3.container.layout import is_container
@@ -55,7 +62,7 @@ class Snapshot:
         self._shards: list[Shard] = []
         self._shard_tuple: tuple[Shard, ...] = ()
         self._plain: dict[str, SourceTensor] = {}  # dense and vision
-        form = (recipe, self._layers and sorted(self._layers), json.dumps(files.config, sort_keys=True))
+        form = (recipe, self._layers and sorted(self._layers))
         self._digest = xxhash.xxh3_128(repr(form).encode())
         self._experts: dict[int, ExpertTable] = {}
         self._tensors = TensorTable(self._plain, self._experts)
@@ -141,15 +148,21 @@ class Snapshot:
 
     # --- ModelSource ---
 
-    @property
-    def identity(self) -> str:
-        """Digest of config.json, recipe, headers, sizes, published digests and a few sampled bytes per shard.
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Digests of the weights, of the configuration and of the vocabulary.
 
-        Equal for the same files in other directories (a download cache, which knows the published digests,
-        and a plain copy of it differ); differs for other weights of the same shape, unless they agree in all
-        samples. No proof of the bytes: that is the digests of a container.
+        The weights' is of recipe, headers, sizes, published digests and a few sampled bytes per shard. Equal for
+        the same files in other directories (a download cache, which knows the published digests, and a plain copy
+        of it differ); differs for other weights of the same shape, unless they agree in all samples. No proof of
+        the bytes: that is the digests of a container.
         """
-        return f"snapshot:{self._digest.hexdigest()}"
+        texts = {name: data for name in TEXT_FILES if (data := self.text_bytes(name)) is not None}
+        return ModelIdentity(
+            weights=f"snapshot:{self._digest.hexdigest()}",
+            config=config_identity(self.config, self.text_bytes(GENERATION_CONFIG_NAME), self.config_path),
+            text=text_identity({name: checksum.digest(data).hex() for name, data in texts.items()}),
+        )
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -159,6 +172,10 @@ class Snapshot:
     def text_file(self, name: str) -> Path | None:
         """Path of a small file that came with the model, or None."""
         return self._files.text_file(name)
+
+    def text_bytes(self, name: str) -> bytes | None:
+        """The bytes of a small file, read once and compared with what its downloader recorded; None without it."""
+        return self._files.text_bytes(name)
 
     def tensor_names(self) -> Sequence[str]:
         """Dense tensors in execution order, vision and experts excluded."""
@@ -242,7 +259,8 @@ class Snapshot:
     def _read_shard(self, file: RegularFile) -> Header:
         """Enter one shard, and what identifies it."""
         raw, header = read_header(file)
-        published = blob_sha256(file.path)
+        record = published_digest(file.path)
+        published = None if record is None else record.sha256
         shard = Shard(file.path.name, file.path, header.file_bytes, header.header_bytes, published)
         self._shards.append(shard)
         self._digest.update(f"\0{shard.name}\0{shard.size_bytes}\0{published}\0".encode())

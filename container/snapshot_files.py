@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3.container.downloads import download_notes, leftovers_of, published_digest, refuse_holes
 from k3.container.errors import ConfigError, IndexFileError, K3Error, ShardError, SourceError
 from k3.container.hf_cache import describe_directory, list_directory, snapshot_directory
 from k3.container.modelconfig import CONFIG_BYTES_MAX, CONFIG_NAME, parse_config
 from k3.container.regular_file import RegularFile, read_small_file, regular_size
-from k3.container.shard_index import INDEX_BYTES_MAX, INDEX_NAME, SUFFIX, ShardIndex, read_index
+from k3.container.shard_index import INDEX_BYTES_MAX, INDEX_NAME, SUFFIX, ShardIndex, parse_index
 from k3.container.wording import shown_name
 
 SINGLE_NAME = "model.safetensors"
+SMALL_FILE_BYTES_MAX = 64 << 20
 _COMPARE_CHUNK_BYTES = 1 << 20
 _ONE_COPY = "Keep one of them, or make them equal"
 
@@ -35,6 +37,7 @@ class SnapshotFiles:
     config: dict[str, Any]
     index: ShardIndex | None
     warnings: list[str] = field(default_factory=list)
+    _texts: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def find(cls, directories: Sequence[Path]) -> SnapshotFiles:
@@ -52,10 +55,13 @@ class SnapshotFiles:
                 path=unique[0] / CONFIG_NAME,
                 advice="Name the directory of a Hugging Face snapshot: config.json, shards and their index",
             )
-        config = parse_config(read_small_file(config_path, CONFIG_BYTES_MAX, ConfigError), config_path)
+        data = _proven(config_path, CONFIG_BYTES_MAX, ConfigError)
+        config = parse_config(data, config_path)
         index_path = _one_file(unique, INDEX_NAME, INDEX_BYTES_MAX, IndexFileError)
-        index = None if index_path is None else read_index(index_path)
-        return cls(unique, config_path, config, index)
+        index = None
+        if index_path is not None:
+            index = parse_index(_proven(index_path, INDEX_BYTES_MAX, IndexFileError), index_path)
+        return cls(unique, config_path, config, index, download_notes(unique), {CONFIG_NAME: data})
 
     def indexed_shards(self, index: ShardIndex, needed: Sequence[str]) -> list[Path]:
         """The path of every shard in `needed`, in that order; says in `warnings` what else lies beside them.
@@ -97,6 +103,19 @@ class SnapshotFiles:
                 return directory / name
         return None
 
+    def text_bytes(self, name: str) -> bytes | None:
+        """The bytes of the first small file called `name`, None when there is none.
+
+        They are read once and then kept, so that everybody is given the same. SourceError for what is no file, too
+        large, unfinished, or not the bytes that its downloader recorded.
+        """
+        if name not in self._texts:
+            path = self.text_file(name)
+            if path is None:
+                return None
+            self._texts[name] = _proven(path, SMALL_FILE_BYTES_MAX, SourceError)
+        return self._texts[name]
+
     def _safetensors(self) -> dict[str, Path]:
         """Every *.safetensors file in the directories, the first of each name."""
         found: dict[str, Path] = {}
@@ -113,12 +132,13 @@ class SnapshotFiles:
             path = directory / name
             if not os.path.lexists(path):
                 continue
+            refuse_holes(path, ShardError)
             try:
                 found.append((path, regular_size(path)))
             except ShardError as error:
                 failure = error
         if not found:
-            raise failure or _missing(self.directories[0] / name, index)
+            raise failure or _missing(name, self.directories, index)
         if failure is not None:
             self.warnings.append(f"{failure}; {found[0][0]} is used")
         for path, size_bytes in found[1:]:
@@ -130,16 +150,29 @@ class SnapshotFiles:
         return found[0][0]
 
 
-def _missing(path: Path, index: ShardIndex | None) -> ShardError:
-    named = ""
+def _missing(name: str, directories: Sequence[Path], index: ShardIndex | None) -> ShardError:
+    path, named = directories[0] / name, ""
+    begun = [other for directory in directories for other in leftovers_of(directory / name)]
     if index is not None:
         tensors = sum(shard == path.name for shard in index.weight_map.values())
         named = f", but {index.path} names it for {tensors} tensors"
+    if begun:
+        named += f"; its download has not ended: {begun[0]} is there"
     return ShardError(
         f"does not exist{named}",
         path=path,
         advice="Fetch the shard, or name every directory that holds some",
     )
+
+
+def _proven(path: Path, max_bytes: int, error: type[K3Error]) -> bytes:
+    """A small file's bytes, compared with what its downloader recorded."""
+    refuse_holes(path, error)
+    data = read_small_file(path, max_bytes, error)
+    published = published_digest(path)
+    if published is not None:
+        published.check(data, path, error)
+    return data
 
 
 def _one_file(directories: Sequence[Path], name: str, max_bytes: int, error: type[K3Error]) -> Path | None:

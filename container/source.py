@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from k3.container.identity import ModelIdentity
 from k3.container.keys import Encoding, ExpertLayout, Extent
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class ModelSource(Protocol):
     """A model on disk: configuration, dense tensors, and where each expert lies."""
 
     @property
-    def identity(self) -> str:
-        """A name for exactly these weights in exactly this form."""
+    def identity(self) -> ModelIdentity:
+        """A name for exactly these weights, in this form and run with this configuration and vocabulary."""
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3.container.errors import DaemonError
+from k3.container.identity import ModelIdentity
 from k3.container.reader import Container
 from k3.engine.plan import MemoryPlan
 from k3.engine.settings import ModelSettings
@@ -54,10 +55,31 @@ def attach(settings: ModelSettings) -> Attachment:
         _log.warning("%s; reading from %s meanwhile", error.problem, settings.container)
         return Attachment(settings.store, Container.open(settings.container, settings.roots), None)
     try:
-        return Attachment(settings.store, DaemonModel(link), link)
+        model = DaemonModel(link)
+        _check_fallback(model, settings)
+        return Attachment(settings.store, model, link)
     except BaseException:
         link.close()
         raise
+
+
+def _check_fallback(model: DaemonModel, settings: ModelSettings) -> None:
+    """Find out now, and not when the daemon has gone, that the container to fall back on is another model."""
+    if settings.fallback == "file" and settings.container is not None:
+        container = Container.open(settings.container, settings.roots)
+        try:
+            _check_same(container, model.identity)
+        finally:
+            container.close()
+
+
+def _check_same(container: Container, identity: ModelIdentity) -> None:
+    if container.identity != identity:
+        raise DaemonError(
+            f"this container is not the model that k3-store serves: {container.identity.differences(identity)}",
+            path=container.home,
+            advice="Name the container that the daemon serves with --container and --dirs",
+        )
 
 
 def open_experts(attachment: Attachment, settings: ModelSettings, plan: MemoryPlan) -> DaemonSource:
@@ -71,12 +93,7 @@ def open_experts(attachment: Attachment, settings: ModelSettings, plan: MemoryPl
     def fall_back() -> ExpertSource:
         container = Container.open(home, roots)
         attachment.opened.append(container)
-        if container.identity != identity:
-            raise DaemonError(
-                f"the daemon served container {identity}, this one is {container.identity}",
-                path=home,
-                advice="Name the same container with --container and --dirs",
-            )
+        _check_same(container, identity)
         return FileSource(
             container, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch, direct=settings.direct,
             verify=settings.verify,
@@ -87,4 +104,5 @@ def open_experts(attachment: Attachment, settings: ModelSettings, plan: MemoryPl
         name=f"k3-run {os.getpid()}",
         link=link,
         fallback=fall_back if settings.fallback == "file" else None,
+        identity=identity,
     )

@@ -97,4 +97,4 @@ def open_route_trace(found: FoundModel, path: Path) -> RouteTraceWriter:
     )
     if not layers:
         raise SettingsError("--route-trace: none of the layers that are run has experts")
-    return RouteTraceWriter(path, RouteHeader(source.identity, config.moe.top_k, layers))
+    return RouteTraceWriter(path, RouteHeader(source.identity.weights, config.moe.top_k, layers))

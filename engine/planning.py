@@ -182,7 +182,7 @@ def lines(planned: Planned) -> Iterator[str]:
     found, memory, need = planned.found, planned.memory, planned.memory.need
     config, source = found.config, found.source
     moe_layers = sum(layer in config.moe_layers for layer in config.layers)
-    yield f"model  {source.identity}"
+    yield f"model  {source.identity.weights}"
     yield (
         f"       {len(config.layers)} layers; {moe_layers} with {config.moe.experts} experts "
         f"({format_size(memory.experts * memory.expert_bytes)} in all), of which a token uses {config.moe.top_k}"
@@ -267,7 +267,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
     """The plan for programs: bytes, bytes per second, seconds."""
     memory, need, config = planned.memory, planned.memory.need, planned.found.config
     return {
-        "model": planned.found.source.identity,
+        "model": planned.found.source.identity.weights,
         "layers": len(config.layers),
         "fits": memory.fits,
         "memory": {

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from k3.container.checksum import Hasher, digest
 from k3.container.errors import DamageError, ResumeError, SourceError, VersionError
 from k3.container.headers import Header, build_header, header_length, parse_header
+from k3.container.identity import ModelIdentity
 from k3.container.keys import tensor_bytes
 from k3.container.output_file import OutputFile
 from k3.container.regular_file import RegularFile
@@ -32,10 +33,13 @@ Array = npt.NDArray[Any]
 PromptForm = Literal["ids", "text"]
 
 FORMAT = "k3-state"
-VERSION = 1
+VERSION = 2
 
 NUMERICS = 1
 """Version of the arithmetic: raised when the same weights and tokens give other bits than before."""
+
+NO_TEXT = "none"
+"""Stands for the vocabulary in a timeline of token ids: they are the same whatever text they mean."""
 
 ALIGN_BYTES = 64
 HEADER_BYTES_MAX = 1 << 20
@@ -53,9 +57,14 @@ _NOT_SAVED = (
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Everything that decides which numbers a model gives, as the file spells it."""
+    """Everything that decides which numbers a model gives and what they mean, as the file spells it.
+
+    `text` binds the states of timelines that began as text; those that began as token ids have NO_TEXT there.
+    """
 
     model: str
+    config: str
+    text: str
     numerics: str
     layers: str
     exact: str
@@ -64,10 +73,12 @@ class Binding:
     latent: str
 
     @classmethod
-    def of(cls, identity: str, config: ModelConfig, options: ModelOptions) -> Binding:
+    def of(cls, identity: ModelIdentity, config: ModelConfig, options: ModelOptions) -> Binding:
         """The binding of a model's runs. `identity` is its source's."""
         return cls(
-            model=identity,
+            model=identity.weights,
+            config=identity.config,
+            text=identity.text,
             numerics=str(NUMERICS),
             layers=f"{config.layers[0]}-{config.layers[-1]}",
             exact="true" if options.exact else "false",
@@ -76,9 +87,13 @@ class Binding:
             latent=FORMS[config.mla.cache].tensor_dtype,
         )
 
+    def metadata(self, prompt: PromptForm) -> dict[str, str]:
+        """The binding as it stands in the file of a timeline that began in this form."""
+        return {**asdict(self), "text": self.text if prompt == "text" else NO_TEXT}
+
     def check(self, found: dict[str, str], path: Path) -> None:
         """ResumeError naming everything in which a file's metadata differs from this."""
-        wanted = asdict(self)
+        wanted = self.metadata("text" if found.get("prompt") == "text" else "ids")
         different = [key for key in wanted if found.get(key) != wanted[key]]
         if different:
             listing = ", ".join(f"{key} {_shown(found.get(key))} (here {wanted[key]})" for key in different)
@@ -145,7 +160,8 @@ class StateLayout:
             position += section.stored_bytes
         entries.append(("digests", "U8", (len(sections) + 1, DIGEST_BYTES)))
         metadata = {
-            "format": FORMAT, "version": str(VERSION), "taken": str(taken), "prompt": prompt, **asdict(binding),
+            "format": FORMAT, "version": str(VERSION), "taken": str(taken), "prompt": prompt,
+            **binding.metadata(prompt),
         }  # fmt: skip
         header = build_header(entries, metadata, ALIGN_BYTES)
         return cls(header, tuple(sections))
@@ -259,6 +275,12 @@ class SavedState:
                 f"the state has version {version}, this program knows versions up to {VERSION}",
                 path=self.path,
                 advice=f"Use a newer version of this program. {_START_ANEW}",
+            )
+        if version == "1":
+            raise ResumeError(
+                "the state has version 1, which does not say which configuration and vocabulary it was made with",
+                path=self.path,
+                advice=f"Nothing proves that it belongs to this model. {_START_ANEW}",
             )
         binding.check(metadata, self.path)
         first, taken, prompt = header.tensors[0], metadata.get("taken", ""), metadata.get("prompt")

@@ -373,7 +373,7 @@ def _source_record(snapshot: Snapshot) -> str:
     Then only the headers, from which everything is planned, must be the same.
     """
     if any(shard.blob_sha256 is None for shard in snapshot.shards):
-        return snapshot.identity
+        return str(snapshot.identity)
     headers = checksum.Hasher()
     for shard in snapshot.shards:
         with RegularFile(shard.path) as file:

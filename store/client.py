@@ -19,6 +19,7 @@ from typing import Any
 
 from k3.container.errors import DaemonError
 from k3.container.huge_pages import HugePages
+from k3.container.identity import ModelIdentity
 from k3.store.connection import Connection
 from k3.store.daemon_request import Request
 from k3.store.dispatch import HEARTBEAT_S, Dispatch
@@ -50,6 +51,7 @@ class DaemonSource:
         name: str = "k3",
         link: Link | None = None,
         fallback: Callable[[], ExpertSource] | None = None,
+        identity: ModelIdentity | None = None,
         patience_s: float = 60.0,
         reconnect_s: float = RECONNECT_S,
         debug: bool = False,
@@ -57,14 +59,16 @@ class DaemonSource:
         """Connect, unless `link` is given. DaemonError when no daemon is there, unless there is a fallback.
 
         `fallback` opens another source of the same experts when it is first needed; it is closed with this one.
+        A daemon of another model than `identity` is refused; None: than the first one served.
         """
         self._path = path
         self._stand_in = StandIn(fallback) if fallback is not None else None
         self._debug = debug
         self._changed = threading.Condition(threading.Lock())
         self._daemon = Connection(
-            path, name, self._changed, reconnect_s=reconnect_s, has_fallback=fallback is not None
-        )
+            path, name, self._changed,
+            reconnect_s=reconnect_s, has_fallback=fallback is not None, identity=identity,
+        )  # fmt: skip
         self._dispatch = Dispatch(path, self._changed, self._daemon, patience_s)
         self.abandoned = self._dispatch.abandoned
         self._daemon.begin(link)

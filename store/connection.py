@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from k3.container.errors import DaemonError
+from k3.container.identity import ModelIdentity
 from k3.store.link import Link
 from k3.store.session import Session
 
@@ -27,8 +28,16 @@ class Connection:
     """`session` is None while there is no daemon; what the first one said of its model stays."""
 
     def __init__(
-        self, path: Path, name: str, changed: threading.Condition, *, reconnect_s: float, has_fallback: bool
+        self,
+        path: Path,
+        name: str,
+        changed: threading.Condition,
+        *,
+        reconnect_s: float,
+        has_fallback: bool,
+        identity: ModelIdentity | None = None,
     ) -> None:
+        """`identity` is the model's that the daemon must serve; None to take the first one's."""
         self.session: Session | None = None
         self.counts: dict[int, int] | None = None
         """Experts of each layer, once a daemon was there."""
@@ -39,7 +48,7 @@ class Connection:
         self._changed = changed
         self._reconnect_s = reconnect_s
         self._has_fallback = has_fallback
-        self._container: str | None = None
+        self._identity = identity
         self._lost_because = ""
         self._lost_at_s = self._tried_at_s = time.monotonic()
         self._fatal: DaemonError | None = None
@@ -49,29 +58,29 @@ class Connection:
         try:
             self._welcome(link or Link.open(self._path, self._name))
         except DaemonError as error:
-            if not self._has_fallback:
+            if not self._has_fallback or self._fatal is not None:
                 raise
             self._lost_because = error.problem
 
     def _welcome(self, link: Link) -> None:
         """Begin a session. DaemonError when the daemon serves another model than before."""
         try:
-            if self._container not in (None, link.welcome.container):
+            descriptor = link.descriptor()
+            identity = descriptor.identity()
+            if self._identity not in (None, identity):
                 self._fatal = DaemonError(
-                    f"k3-store came back with container {link.welcome.container} instead of {self._container}",
+                    f"k3-store serves another model than is run here: {identity.differences(self._identity)}",
                     path=self._path,
-                    advice="Start this program again",
+                    advice="Start this program again to run on what is served now",
                 )
                 raise self._fatal
             if self.counts is None:
-                layers = link.descriptor().layers
-                self.counts = {number: layer.experts for number, layer in layers.items()}
-            files = link.descriptor().files
+                self.counts = {number: layer.experts for number, layer in descriptor.layers.items()}
         except BaseException:
             link.close()
             raise
-        self._container = link.welcome.container
-        self.session = Session(link, files)
+        self._identity = identity
+        self.session = Session(link, descriptor.files)
         self.quota, self.slot_bytes = link.welcome.quota, link.welcome.slot_bytes
 
     def lose(self, reason: str) -> None:

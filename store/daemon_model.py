@@ -6,7 +6,6 @@ copied. Immutable after construction; any thread. The memory stays readable when
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3.container.errors import ContainerError, UnsupportedError
+from k3.container.identity import ModelIdentity
 from k3.container.keys import ExpertLayout, Extent
+from k3.container.modelconfig import CONFIG_NAME, parse_config
 from k3.container.source import EncodedTensor
 from k3.store.descriptor import DenseTensor, ExpertLayer, ModelDescriptor, Span
 from k3.store.source import Payload
@@ -38,10 +39,10 @@ class DaemonModel:
         while self._text_files:
             os.close(self._text_files.popitem()[1])
 
-    @property
-    def identity(self) -> str:
-        """The container's UUID."""
-        return self.descriptor.container
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """As of the container that the daemon serves. ConfigError when its configuration contradicts itself."""
+        return self.descriptor.identity()
 
     @property
     def home(self) -> Path:
@@ -56,8 +57,7 @@ class DaemonModel:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """config.json as parsed, untouched."""
-        parsed: Mapping[str, Any] = json.loads(self.descriptor.config)
-        return parsed
+        return parse_config(self.descriptor.config.encode(), self.home / CONFIG_NAME)
 
     def text_file(self, name: str) -> Path | None:
         """A small file that came with the model, as a path in this process: its bytes are in a memfd."""

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from k3.container import checksum
 from k3.container.catalog import CatalogTensor, expert_layout
 from k3.container.errors import WireError
+from k3.container.identity import GENERATION_CONFIG_NAME, ModelIdentity, config_identity, text_identity
 from k3.container.keys import Encoding, ExpertLayout, page_ceil
+from k3.container.modelconfig import CONFIG_NAME, parse_config
 from k3.container.reader import Container
 from k3.container.strict_json import parse_object
 
@@ -62,6 +65,17 @@ class ModelDescriptor:
     tensors: tuple[DenseTensor, ...]
     roots: tuple[str, ...]
     files: tuple[str, ...]
+
+    def identity(self) -> ModelIdentity:
+        """The model's identity, computed as a container's is. ConfigError when its configuration is not sound."""
+        path = Path(self.home) / CONFIG_NAME
+        return ModelIdentity(
+            weights=self.container,
+            config=config_identity(
+                parse_config(self.config.encode(), path), self.text_files.get(GENERATION_CONFIG_NAME), path
+            ),
+            text=text_identity({name: checksum.digest(data).hex() for name, data in self.text_files.items()}),
+        )
 
     def render(self) -> bytes:
         """The text that goes into the memfd."""
@@ -116,7 +130,7 @@ def describe(
         for layer in container.expert_layers()
     }
     return ModelDescriptor(
-        container=container.identity,
+        container=container.manifest.container,
         home=str(container.home.resolve()),
         config=text_files["config.json"].decode(),
         text_files=text_files,

@@ -184,7 +184,7 @@ class Service:
         welcome = wire.Welcome(
             version=wire.VERSION,
             client=grant.client,
-            container=self._container.identity,
+            container=self._container.manifest.container,
             home=str(self._container.home.resolve()),
             slot_bytes=self._plan.slot_bytes,
             slots=self._plan.slots,
@@ -234,7 +234,7 @@ class Service:
         stats = self._server.stats()
         return {
             "version": wire.VERSION,
-            "container": self._container.identity,
+            "container": self._container.manifest.container,
             "home": str(self._container.home.resolve()),
             "uptime_s": round(time.monotonic() - self._began_s, 3),
             "device_read_bytes": device_read_bytes(),

@@ -57,7 +57,7 @@ def payload(container: Container, key: ExpertKey) -> bytes:
 
 def test_everything_that_was_written_is_found(built: Built) -> None:
     container = Container.open(built.home)
-    assert container.identity == built.manifest.container
+    assert container.identity.weights == built.manifest.container
     assert container.config == {"model_type": "kimi_k3", "text_config": {"num_experts_per_token": 2}}
     assert container.text_file("generation_config.json") == built.home / "generation_config.json"
     assert container.text_file("tiktoken.model") is None

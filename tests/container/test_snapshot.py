@@ -242,7 +242,7 @@ def test_layers_beyond_the_configuration_are_mentioned(sound: Path) -> None:
 
 def test_the_identity_is_that_of_the_weights_not_of_the_place(sound: Path, tmp_path: Path) -> None:
     snapshot = Snapshot.open([sound])
-    assert snapshot.identity.startswith("snapshot:")
+    assert snapshot.identity.weights.startswith("snapshot:")
     shutil.copytree(sound, tmp_path / "copy")
     assert Snapshot.open([tmp_path / "copy"]).identity == snapshot.identity
     assert Snapshot.open([sound], recipe=Recipe()).identity != snapshot.identity

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from k3.container.downloads import published_digest
 from k3.container.errors import ConfigError, IndexFileError, ShardError, SourceError
-from k3.container.hf_cache import blob_sha256, snapshot_directory
+from k3.container.hf_cache import snapshot_directory
 from k3.container.snapshot import Snapshot
 from k3.verify.synthetic import SyntheticModel, write_snapshot
 from tests.attacks.builders import CONFIG, INDEX, MODEL, SHARD, edit_json, shard_name
@@ -162,7 +163,7 @@ def test_links_keep_their_names_and_give_the_published_digest(cached: Path) -> N
 def test_what_is_no_published_digest_is_none(tmp_path: Path) -> None:
     digest = 64 * "a"
     targets = {
-        "short": f"../../blobs/{40 * 'a'}",
+        "short": f"../../blobs/{41 * 'a'}",
         "upper": f"../../blobs/{64 * 'A'}",
         "longer": f"../../blobs/{digest}0",
         "no-blob": f"../../files/{digest}",
@@ -170,12 +171,15 @@ def test_what_is_no_published_digest_is_none(tmp_path: Path) -> None:
     }
     for name, target in targets.items():
         (tmp_path / name).symlink_to(target)
-        assert blob_sha256(tmp_path / name) is None
-    (tmp_path / "good").symlink_to(f"/anywhere/blobs/{digest}")
-    assert blob_sha256(tmp_path / "good") == digest
+        assert published_digest(tmp_path / name) is None
+    for good in (digest, 40 * "b"):
+        (tmp_path / f"to-{good}").symlink_to(f"/anywhere/blobs/{good}")
+        found = published_digest(tmp_path / f"to-{good}")
+        assert found is not None
+        assert (found.hexadecimal, found.sha256) == (good, good if len(good) == 64 else None)
     (tmp_path / digest).touch()
-    assert blob_sha256(tmp_path / digest) is None
-    assert blob_sha256(tmp_path / "absent") is None
+    assert published_digest(tmp_path / digest) is None
+    assert published_digest(tmp_path / "absent") is None
 
 
 def test_a_relative_directory_stays_valid_when_the_working_directory_changes(

@@ -19,7 +19,7 @@ from k3.engine import state_file
 from k3.engine.config import KdaConfig, MlaConfig, ModelConfig
 from k3.engine.session import Session
 from k3.engine.state import State, state_parts
-from k3.engine.state_file import NUMERICS, Binding, SavedState, StateLayout, write_state
+from k3.engine.state_file import NUMERICS, Binding, PromptForm, SavedState, StateLayout, write_state
 from k3.engine.state_size import kda_bytes
 from tests.support.engines import all_logits, golden, loaded, snapshot
 from tests.support.faults import FaultySource
@@ -28,7 +28,7 @@ IDS = golden("tiny_s1")["input_ids"].tolist()
 SUMS = {False: "b972537dc8475f9709bfb961cdce8d8f", True: "8ff6b6a328c5653c20b98fcd35e4c00f"}
 """Of all states and logits after the golden prompt with int8 weights, without and with --exact."""
 
-BINDING = Binding("0000-model", "1", "0-2", "false", "1e-06", "1.0", "F32")
+BINDING = Binding("0000-model", "c0", "7e", "1", "0-2", "false", "1e-06", "1.0", "F32")
 RAW = ModelConfig.from_raw(snapshot().config, Path("config.json"))
 
 
@@ -230,19 +230,45 @@ def with_header(sound: bytes, change: Callable[[dict[str, dict[str, object]]], o
 
 def test_a_later_version_is_told_from_damage(load: Callable[[bytes], None], sound: bytes) -> None:
     load(with_header(sound, lambda fields: None))
-    with pytest.raises(VersionError, match=r"version 2, this program knows versions up to 1.*Delete it"):
-        load(with_header(sound, lambda fields: fields["__metadata__"].update(version="2", new="thing")))
+    with pytest.raises(VersionError, match=r"version 3, this program knows versions up to 2.*Delete it"):
+        load(with_header(sound, lambda fields: fields["__metadata__"].update(version="3", new="thing")))
 
 
 @pytest.mark.parametrize("key", list(asdict(BINDING)))
 def test_another_binding_is_refused_with_both_values(
     key: str, load: Callable[[bytes], None], sound: bytes
 ) -> None:
-    with pytest.raises(ResumeError, match=rf"{key} other \(here {asdict(BINDING)[key]}\)") as caught:
+    with pytest.raises(ResumeError, match=rf"{key} other \(here {BINDING.metadata('ids')[key]}\)") as caught:
         load(with_header(sound, lambda fields: fields["__metadata__"].update({key: "other"})))
     assert caught.value.exit_code == 8
     with pytest.raises(ResumeError, match=f"{key} missing"):
         load(with_header(sound, lambda fields: fields["__metadata__"].pop(key)))
+
+
+def test_the_first_version_is_refused_because_it_does_not_say_enough(
+    load: Callable[[bytes], None], sound: bytes
+) -> None:
+    def as_it_was(fields: dict[str, dict[str, object]]) -> None:
+        fields["__metadata__"].update(version="1")
+        del fields["__metadata__"]["config"], fields["__metadata__"]["text"]
+
+    with pytest.raises(ResumeError, match="version 1, which does not say which configuration"):
+        load(with_header(sound, as_it_was))
+
+
+def test_the_vocabulary_binds_a_timeline_of_text_only(config: ModelConfig, tmp_path: Path) -> None:
+    path, elsewhere = tmp_path / "state", replace(BINDING, text="other")
+    forms: tuple[PromptForm, ...] = ("text", "ids")
+    for form in forms:
+        state = filled(config, 4, 3, np.random.default_rng(1))
+        write_state(path, state, config, BINDING, [3, 1, 4, 2], np.arange(5, dtype=np.float32), form)
+        with SavedState(path, BINDING, config) as saved:
+            assert saved.prompt == form
+        if form == "ids":
+            SavedState(path, elsewhere, config).close()
+            continue
+        with pytest.raises(ResumeError, match=rf"text {BINDING.text} \(here other\)"):
+            SavedState(path, elsewhere, config)
 
 
 HOSTILE: list[Callable[[dict[str, dict[str, object]]], object]] = [

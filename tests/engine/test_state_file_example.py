@@ -19,8 +19,8 @@ from tests.support.engines import snapshot
 
 PAGE = (Path(__file__).parents[2] / "docs" / "state_file.md").read_text(encoding="utf-8")
 BINDING = Binding(
-    model="00000000-0000-8000-8000-000000000000", numerics="1", layers="0-2", exact="false", mla_eps="1e-06",
-    keep_share="1.0", latent="F32",
+    model="00000000-0000-8000-8000-000000000000", config="0123456789abcdef0123456789abcdef", text="(not for ids)",
+    numerics="1", layers="0-2", exact="false", mla_eps="1e-06", keep_share="1.0", latent="F32",
 )  # fmt: skip
 
 
