@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from k3.container.reader import Container
-from k3.engine.finding import find_model
+from k3.engine.finding import open_model_files
 from k3.engine.model import Model
-from k3.engine.opening import load_model
+from k3.engine.ready import ready_model
 from k3.engine.session import Session
 from k3.engine.settings import ModelSettings
 from k3.engine.state import MlaState
-from k3.engine.trace import Tracer
 from k3.engine.traffic import Traffic
 from k3.store.source import ExpertSource
 
@@ -86,21 +85,17 @@ def loaded(
             count = sum(container.expert_count(layer) for layer in layers)
             cache_bytes = count * (expert_bytes + (1 << 16))  # a slot is a little larger than an expert
         settings = ModelSettings(container=home, expert_bytes=cache_bytes, threads=threads, **more)
-        found = find_model(settings)
-        try:
-            model, experts = load_model(
-                found, settings, capacity=tokens, chunk=CHUNK, every_logit=False, tracer=Tracer(), routes=None,
-                on_read=lambda name: None,
+        with (
+            contextlib.closing(open_model_files(settings)) as opened,
+            ready_model(opened, settings, capacity=tokens, chunk=CHUNK) as ready,
+        ):
+            model = ready.model
+            Session(model, 1, 1).step(0)
+            traffic = Traffic(
+                model.config, model.resident_bytes - model.embedding_bytes,
+                model.embedding_bytes // model.config.vocab, expert_bytes,
             )  # fmt: skip
-            with contextlib.closing(experts):
-                Session(model, 1, 1).step(0)  # waits for all weights
-                traffic = Traffic(
-                    model.config, model.resident_bytes - model.embedding_bytes,
-                    model.embedding_bytes // model.config.vocab, expert_bytes,
-                )  # fmt: skip
-                yield Loaded(model, experts, traffic, container)
-        finally:
-            found.close()
+            yield Loaded(model, ready.experts, traffic, container)
 
 
 def make_container(work: Path, *, tiny: bool = False) -> Path:

@@ -37,9 +37,11 @@ from k3.container.reader import Container
 from k3.engine.ceilings import MemoryMeter
 from k3.engine.config import ModelConfig
 from k3.engine.lookahead import Array, LookAhead
-from k3.engine.model import Model, ModelOptions
-from k3.engine.moe import LatentMoe
+from k3.engine.model import Model
+from k3.engine.model_options import ModelOptions
+from k3.engine.observer import Observers, PassObserver
 from k3.engine.state import State
+from k3.engine.trace_observers import LastRouting
 from k3.store.fetch import PART_BYTES, buffer_bytes
 from k3.store.file import DEFAULT_THREADS, WORKING_SLOTS, FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
@@ -102,12 +104,15 @@ class Rig:
         self.slot_bytes = max(buffer_bytes(self.container.expert_layout(layer)) for layer in self.layers)
         self.all_bytes = self.slot_bytes * sum(self.container.expert_count(layer) for layer in self.layers)
         self.asked: list[Asked] = []  # per token, of the first run
+        self._seen = LastRouting()
 
     @contextmanager
     def using(self, look_ahead: LookAhead | None = None, **options: object) -> Iterator[FileSource]:
         """A file source in the switch."""
         source = FileSource(self.container, **options)  # type: ignore[arg-type]
-        self.switch.source, self.model.look_ahead = source, look_ahead
+        self.switch.source = source
+        observers: list[PassObserver] = [self._seen] if look_ahead is None else [look_ahead, self._seen]
+        self.model.observer = Observers(observers)
         try:
             yield source
         finally:
@@ -126,12 +131,7 @@ class Rig:
         return seconds
 
     def _routed(self) -> Asked:
-        routed = {}
-        for layer in self.model.layers:
-            if isinstance(layer.mlp, LatentMoe):
-                assert layer.mlp.last_routing is not None
-                routed[layer.index] = layer.mlp.last_routing.wanted()
-        return routed
+        return {layer: routing.wanted() for layer, routing in self._seen.routing.items()}
 
     def requests(self) -> list[tuple[int, list[int]]]:
         """Everything that the tokens one by one ask for, in order."""
@@ -242,9 +242,9 @@ def streaming_decode(rig: Rig, mode: str, prefetch: int) -> dict[str, float]:
     top_k = rig.config.moe.top_k
     look_ahead: LookAhead | None = None
     if mode == "on":
-        look_ahead = LookAhead(rig.switch, prefetch, top_k)
+        look_ahead = LookAhead(rig.switch, prefetch, top_k, rig.model.layers)
     elif mode == "oracle":
-        look_ahead = Oracle(rig.switch, prefetch, top_k)
+        look_ahead = Oracle(rig.switch, prefetch, top_k, rig.model.layers)
 
     def before(number: int) -> None:
         if isinstance(look_ahead, Oracle):
@@ -270,7 +270,7 @@ def streaming_decode(rig: Rig, mode: str, prefetch: int) -> dict[str, float]:
 
 def prefill(rig: Rig, chunk: int, prefetch: int = 0) -> dict[str, float]:
     """The tokens `chunk` at a time with nothing cached: seconds and bytes read per token."""
-    look_ahead = LookAhead(rig.switch, prefetch, rig.config.moe.top_k) if prefetch else None
+    look_ahead = LookAhead(rig.switch, prefetch, rig.config.moe.top_k, rig.model.layers) if prefetch else None
     with rig.using(look_ahead, prefetch_slots=prefetch) as source:
         seconds = rig.run(chunk)
         return {"s": sum(seconds) / len(rig.ids), "read_bytes": source.stats().read_bytes / len(rig.ids)}

@@ -21,7 +21,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from k3 import kernels
-from k3.container.console import Progress
 from k3.container.errors import UnsupportedError
 from k3.container.keys import Encoding
 from k3.container.memory_limit import gb, memory_limit
@@ -29,14 +28,13 @@ from k3.container.reader import Container
 from k3.container.snapshot import Snapshot
 from k3.engine.bench_table import Format, Machine, ReadsFrom, Result, Sample, Table, Workload, open_table
 from k3.engine.ceilings import MEMORY_BYTES, MemoryMeter, drive_rate
-from k3.engine.finding import FoundModel, find_model
+from k3.engine.finding import OpenedModel
 from k3.engine.model import Model
-from k3.engine.opening import load_model
-from k3.engine.plan import dense_bytes
+from k3.engine.ready import ready_model
 from k3.engine.run import read_warnings
 from k3.engine.session import Session
 from k3.engine.settings import ModelSettings, SettingsError
-from k3.engine.trace import Tracer
+from k3.engine.starting import opened_model
 from k3.engine.traffic import Traffic, chunks, parameter_count
 from k3.store.daemon_model import DaemonModel
 from k3.store.drive_info import device_read_bytes
@@ -65,23 +63,25 @@ def bench(settings: BenchSettings) -> None:
     """Do what the settings say. Raises K3Error; KeyboardInterrupt after what was measured has been printed."""
     tests = planned(settings)
     with contextlib.ExitStack() as stack:
-        found = find_model(settings.model)
-        stack.callback(found.close)
-        for warning in found.warnings:
-            sys.stderr.write(f"warning: {warning}\n")
-        check_room(tests, found.config.max_positions)
+        opened = stack.enter_context(opened_model(settings.model))
+        check_room(tests, opened.config.max_positions)
         # Before the model, so that the plan of its memory counts the meter's in.
         meter = stack.enter_context(_memory_meter(settings.model.threads or kernels.get_threads()))
-        model, experts = _load(found, settings, tests)
-        stack.callback(experts.close)
+        ready = stack.enter_context(
+            ready_model(
+                opened, settings.model,
+                capacity=max(test.depth + test.tokens for test in tests), chunk=max(settings.chunks),
+            )
+        )  # fmt: skip
+        Session(ready.model, 1, 1).step(0)
         table = open_table(settings.form, sys.stdout)
-        measuring = _Measuring(found, model, experts, settings, table, meter)
+        measuring = _Measuring(opened, ready.model, ready.experts, settings, table, meter)
         try:
             for test in tests:
                 measuring.run(test)
         finally:
             table.end()
-        for warning in read_warnings(experts, found.loading, direct=settings.model.direct):
+        for warning in read_warnings(ready.experts, ready.weights, direct=settings.model.direct):
             sys.stderr.write(f"warning: {warning}\n")
 
 
@@ -120,31 +120,12 @@ def _memory_meter(threads: int) -> MemoryMeter:
     return MemoryMeter(threads)
 
 
-def _load(found: FoundModel, settings: BenchSettings, tests: list[Workload]) -> tuple[Model, ExpertSource]:
-    total_bytes = sum(dense_bytes(found.source, name) for name in found.names)
-    progress = Progress("loading", total_bytes)
-    try:
-        model, experts = load_model(
-            found, settings.model, capacity=max(test.depth + test.tokens for test in tests),
-            chunk=max(settings.chunks), every_logit=False, tracer=Tracer(), routes=None,
-            on_read=lambda name: progress.advance(dense_bytes(found.source, name)),
-        )  # fmt: skip
-        try:
-            Session(model, 1, 1).step(0)  # weights land behind the first pass; what is measured begins after them
-        except BaseException:
-            experts.close()
-            raise
-        return model, experts
-    finally:
-        progress.close()
-
-
 class _Measuring:
     """One loaded model and the table that its results go to."""
 
     def __init__(
         self,
-        found: FoundModel,
+        found: OpenedModel,
         model: Model,
         experts: ExpertSource,
         settings: BenchSettings,
@@ -239,7 +220,7 @@ class _Measuring:
         return "drive"
 
 
-def _machine(found: FoundModel, model: Model, settings: ModelSettings, moe_layers: list[int]) -> Machine:
+def _machine(found: OpenedModel, model: Model, settings: ModelSettings, moe_layers: list[int]) -> Machine:
     source, config = found.source, model.config
     expert_bytes = sum(
         source.expert_count(layer) * source.expert_layout(layer).payload_bytes for layer in moe_layers
@@ -259,14 +240,14 @@ def _machine(found: FoundModel, model: Model, settings: ModelSettings, moe_layer
     )
 
 
-def _model_type(found: FoundModel, layers: int, of_layers: int) -> str:
+def _model_type(found: OpenedModel, layers: int, of_layers: int) -> str:
     """For example "Kimi K3 4/92 layers int8": what is run, and the encoding of most dense weights."""
     share = "" if layers == of_layers else f" {layers}/{of_layers} layers"
     names = {Encoding.RAW: "as stored", Encoding.F32: "f32", Encoding.INT8: "int8", Encoding.INT4: "int4"}
     return f"Kimi K3{share} {names[_encoding(found)]}"
 
 
-def _encoding(found: FoundModel) -> Encoding:
+def _encoding(found: OpenedModel) -> Encoding:
     """Of an attention matrix in the first layer that is run: what --bits was."""
     name = next(name for name in found.names if name.endswith("self_attn.o_proj.weight"))
     source = found.source

@@ -151,10 +151,12 @@ def main(**options: Any) -> None:
             print_plan(settings, PlanOptions(*rates))
             return
         from k3.engine.interrupts import ended_like_ctrl_c
-        from k3.engine.starting import run
+        from k3.engine.starting import launch
 
-        with ended_like_ctrl_c():
-            run(settings)
+        with ended_like_ctrl_c(), launch(settings) as launched:
+            from k3.engine.run import generate  # imports NumPy, the kernels and the model while the drive reads
+
+            generate(launched, settings)
 
     console.run(body, as_json=settings.as_json, on_interrupt="what was generated so far is all")
 

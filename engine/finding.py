@@ -1,20 +1,16 @@
-"""From settings to a model that can be run, its weights on their way: find it, check it, ask whether it fits.
+"""The files of a model, on disk or behind a daemon: opened, and checked as far as that needs no weights.
 
-The order is the point: what can be refused without reading weights is refused before the first of them is read
-(but for a text's vocabulary, which is read beside them). And the drive waits for all of it: nothing that is
-imported here brings in NumPy, the kernels or anything else that takes longer to import than a container to open.
-Called once per process from its main thread; close what it returns.
+Runs before the first read of a weight, so it must not import NumPy, the kernels or anything else that takes longer
+to import than a container takes to open. Main thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3.container import checksum
-from k3.container.dense_load import DenseLoad
 from k3.container.direct import drive_error
 from k3.container.errors import ConfigError, DamageError
 from k3.container.hf_cache import snapshot_directory
@@ -22,7 +18,7 @@ from k3.container.modelconfig import CONFIG_NAME, load_config
 from k3.container.reader import Container, unused_places
 from k3.container.recipe import Recipe
 from k3.engine.config import ModelConfig, parse_layers, token_ids
-from k3.engine.plan import MemoryPlan, Source
+from k3.engine.plan import Source
 from k3.engine.settings import ModelSettings, SettingsError
 from k3.engine.tensor_names import check_shapes, needed_names
 from k3.engine.tokenizer import Tokenizer, read_json_object
@@ -35,21 +31,18 @@ DEFAULT_BITS = 8
 _VOCABULARY_FILES = ("tiktoken.model", "tokenizer_config.json")
 
 
-@dataclass(slots=True)
-class FoundModel:
-    """A model, on disk or behind a daemon, that was looked at and can be run, with nothing loaded yet."""
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that can be run by its files, with nothing loaded yet."""
 
     source: Source
     config: ModelConfig
     names: list[str]  # dense tensors that a run reads
     warnings: list[str]
     attachment: Attachment | None = None  # to the daemon that the model comes from
-    loading: DenseLoad | None = None  # of a container's dense tensors, once `begin_loading` has begun it
 
     def close(self) -> None:
-        """Stop what is being read and let go of the files; nothing can be read afterwards."""
-        if self.loading is not None:
-            self.loading.close()
+        """Close the files and the connection; nothing can be read afterwards."""
         if self.attachment is not None:
             self.attachment.close()
         elif isinstance(self.source, Container):
@@ -92,7 +85,7 @@ class FoundModel:
         return path
 
 
-def find_model(settings: ModelSettings) -> FoundModel:
+def open_model_files(settings: ModelSettings) -> OpenedModel:
     """Open the container or snapshot and check configuration and names. Reads no weights.
 
     What it returns is the caller's to close.
@@ -117,18 +110,17 @@ def find_model(settings: ModelSettings) -> FoundModel:
         raise
 
 
-def _attached(settings: ModelSettings) -> FoundModel:
+def _attached(settings: ModelSettings) -> OpenedModel:
     """The model of the daemon that the settings name."""
     from k3.engine.attaching import attach
 
     attachment = attach(settings)
     try:
-        found = _checked(attachment.source, attachment.source.home / CONFIG_NAME, settings, [])
+        opened = _checked(attachment.source, attachment.source.home / CONFIG_NAME, settings, [])
     except BaseException:
         attachment.close()
         raise
-    found.attachment = attachment
-    return found
+    return replace(opened, attachment=attachment)
 
 
 def _snapshot_layers(settings: ModelSettings) -> range | None:
@@ -145,7 +137,7 @@ def _snapshot_layers(settings: ModelSettings) -> range | None:
     return parse_layers(settings.layers)  # there is no configuration; opening will say so
 
 
-def _checked(source: Source, config_path: Path, settings: ModelSettings, warnings: list[str]) -> FoundModel:
+def _checked(source: Source, config_path: Path, settings: ModelSettings, warnings: list[str]) -> OpenedModel:
     config = _configured(ModelConfig.from_raw(source.config, config_path), settings)
     if config.unknown_keys:
         warnings.append(
@@ -155,20 +147,7 @@ def _checked(source: Source, config_path: Path, settings: ModelSettings, warning
     names = needed_names(source.tensor_names(), config)
     if isinstance(source, Container):
         check_shapes({name: source.tensor(name).shape for name in names}, config)
-    return FoundModel(source, config, names, warnings)
-
-
-def begin_loading(
-    found: FoundModel, plan: MemoryPlan, *, on_read: Callable[[str], None], on_loaded: Callable[[], None]
-) -> None:
-    """Check that the run fits in memory, then begin to read a container's dense weights in the background.
-
-    They are `found.loading` from then on. `on_read` is told the name of each tensor that is in memory, `on_loaded`
-    of the end of reading, both from another thread. Any other source's weights are left to `opening.open_model`.
-    """
-    plan.check()
-    if isinstance(found.source, Container):
-        found.loading = DenseLoad(found.source, found.names, on_read=on_read, on_end=on_loaded)
+    return OpenedModel(source, config, names, warnings)
 
 
 def _recipe(settings: ModelSettings) -> Recipe:

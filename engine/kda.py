@@ -20,6 +20,7 @@ import numpy.typing as npt
 from k3 import kernels
 from k3.container.errors import SourceError
 from k3.engine.config import L2_NORM_EPS, ModelConfig
+from k3.engine.deferred import Deferred
 from k3.engine.state import KdaState
 from k3.engine.weights import Weights
 
@@ -30,31 +31,41 @@ class KdaAttention:
     """The attention of one KDA layer; `name` is the tensors' prefix, e.g. "model.layers.0.self_attn"."""
 
     def __init__(self, weights: Weights, name: str, config: ModelConfig) -> None:
-        kda = config.kda
         self._qkv = [weights.matrix(f"{name}.{stream}_proj.weight") for stream in "qkv"]
         self._f_a = weights.matrix(f"{name}.f_a_proj.weight", exact=True)
         self._f_b = weights.matrix(f"{name}.f_b_proj.weight", exact=True)
         self._beta = weights.matrix(f"{name}.b_proj.weight", exact=True)
-        padded = weights.floats(f"{name}.A_log")
-        # The kernel wants the taps of neighbouring channels side by side.
-        taps = [weights.floats(f"{name}.{stream}_conv1d.weight")[:, 0].T for stream in "qkv"]
-        self._vectors = kernels.KdaVectors(
-            conv=np.ascontiguousarray(np.stack(taps)),
-            a_log=_unpadded(padded, kda.heads, f"{weights.prefix}{name}.A_log"),
-            dt_bias=weights.floats(f"{name}.dt_bias"),
-            norm=weights.floats(f"{name}.o_norm.weight"),
-            lower_bound=kda.gate_lower_bound,
-            l2_eps=L2_NORM_EPS,
-            norm_eps=config.eps,
-        )
+        self._vectors = _vectors(weights, name, config)
         self._gate = weights.matrix(f"{name}.g_proj.weight")
         self._out = weights.matrix(f"{name}.o_proj.weight")
 
     def __call__(self, x: Array, state: KdaState, position: int) -> Array:
         """x [S, hidden], normed -> [S, hidden]. Advances `state` by S tokens; `position` plays no part."""
+        vectors = self._vectors()
         q, k, v = (project(x) for project in self._qkv)
         decay, beta, gate = self._f_b(self._f_a(x)), self._beta(x), self._gate(x)
-        return self._out(kernels.kda_heads(q, k, v, decay, beta, gate, state.windows, state.memory, self._vectors))
+        return self._out(kernels.kda_heads(q, k, v, decay, beta, gate, state.windows, state.memory, vectors))
+
+
+def _vectors(weights: Weights, name: str, config: ModelConfig) -> Deferred[kernels.KdaVectors]:
+    """Return the layer's convolutions, gates and norm as the kernel takes them."""
+    a_log, dt_bias = weights.floats(f"{name}.A_log"), weights.floats(f"{name}.dt_bias")
+    taps = [weights.floats(f"{name}.{stream}_conv1d.weight") for stream in "qkv"]
+    norm = weights.floats(f"{name}.o_norm.weight")
+
+    def make() -> kernels.KdaVectors:
+        return kernels.KdaVectors(
+            # The kernel wants the taps of neighbouring channels side by side.
+            conv=np.ascontiguousarray(np.stack([tap()[:, 0].T for tap in taps])),
+            a_log=_unpadded(a_log(), config.kda.heads, f"{weights.prefix}{name}.A_log"),
+            dt_bias=dt_bias(),
+            norm=norm(),
+            lower_bound=config.kda.gate_lower_bound,
+            l2_eps=L2_NORM_EPS,
+            norm_eps=config.eps,
+        )
+
+    return Deferred(make)
 
 
 def _unpadded(values: Array, heads: int, name: str) -> Array:

@@ -12,53 +12,33 @@ from pathlib import Path
 from types import TracebackType
 
 from k3.container.direct import drive_error
-from k3.container.errors import K3Error, ResumeError
+from k3.container.errors import K3Error
 from k3.engine.config import ModelConfig
 from k3.engine.interrupts import HeldInterrupts
 from k3.engine.session import Session
 from k3.engine.settings import SettingsError
 from k3.engine.state_file import Binding, PromptForm, SavedState, check_writable
 
-_NO_WAY_BACK = "A state cannot go back: the memory of its KDA layers has no undo"
 
+def open_saved(path: Path, binding: Binding, config: ModelConfig, *, writable: bool) -> SavedState | None:
+    """Open the state in `path`, sound and of this model; None when there is no file yet.
 
-def open_saved(path: Path, binding: Binding, config: ModelConfig) -> SavedState | None:
-    """The state in `path`, sound and of this model; None when there is no file yet.
-
-    That a state can be written there is found out at the same time. SettingsError for what is no file, and the
-    errors of `SavedState` and of writing.
+    `writable` also checks that a state can be written there. SettingsError for what is no file, and the errors of
+    `SavedState` and of writing.
     """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        check_writable(path)
+        if writable:
+            check_writable(path)
         return None
     except OSError as error:
         raise drive_error("cannot read the state", error, path) from error
     if not stat.S_ISREG(mode):
         raise SettingsError("--state: this is not a regular file", path=path, advice="Give a file")
-    check_writable(path)
+    if writable:
+        check_writable(path)
     return SavedState(path, binding, config)
-
-
-def check_continues(saved: SavedState, prompt: Sequence[int]) -> None:
-    """ResumeError unless the tokens that the state has taken in are the first of the prompt's."""
-    taken = saved.tokens[: saved.taken]
-    for place, (had, wanted) in enumerate(zip(taken, prompt, strict=False)):
-        if had != wanted:
-            raise ResumeError(
-                f"the prompt is another one than the state's from token {place} on: "
-                f"{wanted}, and the state took in {had} there ({saved.taken} tokens in all)",
-                path=saved.path,
-                advice=f"{_NO_WAY_BACK}. Give the prompt that it goes on from, leave the prompt out to go on "
-                "where it stopped, or name another file",
-            )
-    if len(prompt) < len(taken):
-        raise ResumeError(
-            f"the prompt ends after {len(prompt)} tokens, and the state has already taken in {saved.taken}",
-            path=saved.path,
-            advice=f"{_NO_WAY_BACK}. Leave the prompt out to go on where it stopped, or name another file",
-        )
 
 
 class Keeper:

@@ -1,14 +1,14 @@
 """Next-layer look-ahead (`--prefetch N`): experts that a layer will probably ask for, named before it does.
 
-The router of the next layer with experts is applied to the stream as it is some steps before that layer: when
-the layer before it has asked for its own experts, and again before its attention, when the stream is nearly what
-it will be. What the router would choose is mostly what it will choose: the source may read these experts while
-the drive would stand idle. A guess changes no result; it is taken back when the layer has asked for what it needs.
+The router of the next layer with experts is applied to the stream as it is some half layers before: when the
+layer before it has asked for its own experts, and again before its attention, when the stream is nearly final.
+The experts that the router would choose are mostly those that it will choose, so the source may read them while
+the drive would be idle. A guess changes no result; it is cancelled when the layer has asked for its experts.
 
 A guess that is still being read when the layer asks holds up what was asked for as long as a right one would have
 spared. So it pays to name an expert whose chance is a half or more, and `Record` keeps count of what the chances
 were: experts further down a ranking, and guesses made further ahead, are right less often. Where nothing can be
-foreseen, nothing is read ahead. One thread.
+predicted, nothing is read ahead. One thread.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
+from k3.engine.layer import Layer
+from k3.engine.moe import Routing
+from k3.engine.observer import PassObserver
 from k3.store.source import ExpertSource
 
 Array = npt.NDArray[np.float32]
@@ -58,23 +61,51 @@ class Record:
         return int(paying[-1]) + 1 if len(paying) else 0
 
 
-class LookAhead:
-    """Hints to a source: at most `most` experts of one layer at a time."""
+class LookAhead(PassObserver):
+    """Hints to a source: at most `most` experts of one layer at a time.
 
-    def __init__(self, experts: ExpertSource, most: int, top_k: int) -> None:
-        """`top_k` is how many experts a token uses."""
+    A layer is predicted once the weights of its router have been used, that is from the second pass on.
+    """
+
+    def __init__(self, experts: ExpertSource, most: int, top_k: int, layers: Sequence[Layer] = ()) -> None:
+        """`top_k` is the number of experts that a token uses; `layers` are the model's, in order."""
         self._experts = experts
         self._most = most
         self._top_k = top_k
-        self._cancel: Callable[[], None] = _nothing
+        self._layers = layers
+        self._at: tuple[Sequence[Array], Array] | None = None  # blocks and stream before the MLP at hand
+        self._cancel: Callable[[], None] = _no_cancel
         self._records: dict[tuple[int, bool], Record] = {}  # by steps ahead, and whether it is for one token
         self._open: list[tuple[int, Record, Sequence[int]]] = []  # guesses, each with the layer that is to ask
         self._named: Sequence[int] | None = None
         self.last: Sequence[int] | None = None  # what was named last before the latest request
 
-    def foresee(self, layer: int, choice: Array, steps: int) -> None:
-        """Hint at what `choice` [S, experts], the router's scores as they look now, would choose in a layer that
-        is `steps` steps (attentions and MLPs) away."""
+    def before_attention(self, layer: Layer, blocks: Sequence[Array], stream: Array) -> None:
+        """Predict the next router, which may be this layer's own."""
+        self._predict_from(layer.index, 0, blocks, stream)
+
+    def before_mlp(self, layer: Layer, blocks: Sequence[Array], stream: Array) -> None:
+        """Predict the router behind a dense layer; one with experts asks for its own first."""
+        self._at = blocks, stream
+        if not layer.has_experts:
+            self._predict_from(layer.index, 1, blocks, stream)
+
+    def experts_requested(self, layer: Layer, routing: Routing) -> None:
+        """Compare the guesses with what was asked for, and predict the router behind this layer."""
+        self.requested(layer.index, routing.wanted())
+        assert self._at is not None
+        self._predict_from(layer.index, 1, *self._at)
+
+    def _predict_from(self, index: int, half: int, blocks: Sequence[Array], stream: Array) -> None:
+        """Predict the next router from before the attention (`half` 0) or the MLP (1) of layer `index`."""
+        following = next((one for one in self._layers if one.index >= index + half and one.has_experts), None)
+        if following is not None and following.can_rank_experts:
+            steps = 2 * (following.index - index) + 1 - half
+            self.predict(following.index, following.rank_experts(blocks, stream), steps)
+
+    def predict(self, layer: int, choice: Array, steps: int) -> None:
+        """Hint at the experts that `choice` [S, experts], the router's scores as they look now, would choose in
+        a layer that is `steps` half layers (attentions and MLPs) away."""
         ranking = self.likeliest(layer, choice)
         record = self._records.setdefault((steps, len(choice) == 1), Record(self._most))
         self._open.append((layer, record, ranking))
@@ -83,13 +114,13 @@ class LookAhead:
         earlier()  # only now: what both name goes on
 
     def requested(self, layer: int, wanted: Sequence[int]) -> None:
-        """A layer has asked for the experts `wanted`: what was guessed wrong, and was not read yet, is left."""
+        """Cancel the open hints, since a layer has asked for the experts `wanted`, and count which were right."""
         self._cancel()
-        self._cancel = _nothing
+        self._cancel = _no_cancel
         self.last, self._named = self._named, None
         asked = set(wanted)
-        for foreseen, record, ranking in self._open:
-            if foreseen == layer:  # not so where a pass ended early
+        for predicted, record, ranking in self._open:
+            if predicted == layer:  # not so where a pass ended early
                 record.add(ranking, asked)
         self._open.clear()
 
@@ -106,5 +137,5 @@ class LookAhead:
         return likeliest
 
 
-def _nothing() -> None:
-    """What an absent hint is taken back with."""
+def _no_cancel() -> None:
+    """Cancel callback when nothing was prefetched."""

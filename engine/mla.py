@@ -34,7 +34,7 @@ class LatentAttention:
         self._q_b = weights.matrix(f"{name}.q_b_proj.weight")
         self._kv_a = weights.matrix(f"{name}.kv_a_proj_with_mqa.weight")
         self._kv_norm = weights.floats(f"{name}.kv_a_layernorm.weight")
-        self._kv_b = weights.matrix(f"{name}.kv_b_proj.weight").tensor  # per head: key rows, then value rows
+        self._kv_b = weights.matrix(f"{name}.kv_b_proj.weight")  # per head: key rows, then value rows
         self._gate = weights.matrix(f"{name}.g_proj.weight")
         self._out = weights.matrix(f"{name}.o_proj.weight")
 
@@ -42,13 +42,13 @@ class LatentAttention:
         """x [S, hidden], normed -> [S, hidden]. Fills rows [position, position + S) of `state`."""
         mla, end = self._mla, position + len(x)
         both = self._kv_a(x)
-        latent = kernels.rms_norm(both[:, : mla.latent], self._kv_norm, mla.eps)
+        latent = kernels.rms_norm(both[:, : mla.latent], self._kv_norm(), mla.eps)
         state.keep(position, latent, both[:, mla.latent :])
-        q = self._q_b(kernels.rms_norm(self._q_a(x), self._q_norm, mla.eps))
+        q = self._q_b(kernels.rms_norm(self._q_a(x), self._q_norm(), mla.eps))
         q = q.reshape(len(x), mla.heads, mla.nope + mla.rope)
-        q_latent = kernels.absorb_query(q[:, :, : mla.nope], self._kv_b, mla.value)
+        q_latent = kernels.absorb_query(q[:, :, : mla.nope], self._kv_b.tensor, mla.value)
         mixed = kernels.latent_attention(
             q_latent, q[:, :, mla.nope :], state.latent[:end], state.rope[:end], mla.scale
         )
-        out = kernels.expand_value(mixed, self._kv_b, mla.nope).reshape(len(x), -1)
+        out = kernels.expand_value(mixed, self._kv_b.tensor, mla.nope).reshape(len(x), -1)
         return self._out(kernels.gated(out, self._gate(x)))

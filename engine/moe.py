@@ -11,8 +11,7 @@ expert lay, on what was cached, or on how the tokens were cut into chunks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,16 +59,21 @@ class Router:
         self._moe = moe
         self._keep_share = keep_share
 
+    @property
+    def ready(self) -> bool:
+        """True once the router has been used."""
+        return self._gate.ready and self._bias.ready
+
     def choice(self, x: Array) -> Array:
-        """What experts are ranked by: x [S, hidden] -> [S, experts]."""
-        biased: Array = kernels.sigmoid(self._gate(x)) + self._bias
+        """Return the scores by which experts are chosen: x [S, hidden] -> [S, experts]."""
+        biased: Array = kernels.sigmoid(self._gate(x)) + self._bias()
         return biased
 
     def __call__(self, x: Array) -> Routing:
         """x [S, hidden]. DamageError when a score is not finite: no choice made from it would mean anything."""
         scores = kernels.sigmoid(self._gate(x))
         try:
-            experts = kernels.top_k(scores + self._bias, self._moe.top_k)
+            experts = kernels.top_k(scores + self._bias(), self._moe.top_k)
         except kernels.NonFiniteError as error:
             raise DamageError(
                 f"the router's score of expert {error.column} for token {error.row} of the chunk is {error.value}",
@@ -108,36 +112,26 @@ class LatentMoe:
         self._source = source
         self._matrices = expert_matrices(layout, config, layer)
         self._exact = exact
-        self.last_routing: Routing | None = None
-        self.last_wait_ns = 0
 
-    def __call__(self, x: Array, on_request: Callable[[Sequence[int]], None]) -> Array:
+    def __call__(self, x: Array, on_request: Callable[[Routing], None]) -> Array:
         """x [S, hidden], normed -> [S, hidden]. Raises what the expert source raises.
 
-        `on_request` is told which experts were asked for, when the drives have begun with them. `last_routing` and
-        `last_wait_ns` (time spent waiting for experts) are left for whoever traces.
+        `on_request` receives the routing once its experts are asked for and the drives have begun with them.
         """
-        routing = self.last_routing = self.router(x)
-        self.last_wait_ns = 0
-        wanted = routing.wanted()
-        stream = self._source.lease(self._layer, wanted)
+        routing = self.router(x)
+        stream = self._source.lease(self._layer, routing.wanted())
         try:  # the drives are busy from here on; do everything that needs no expert first
-            on_request(wanted)
+            on_request(routing)
             z = self._down(x)
             shared = None if self._shared is None else self._shared(x)
             total = ExpertSum(routing, self._config.moe.latent)
-            while True:
-                before_ns = time.monotonic_ns()
-                lease = next(stream, None)
-                self.last_wait_ns += time.monotonic_ns() - before_ns
-                if lease is None:
-                    break
+            for lease in stream:
                 with lease:
                     out = self._multiply(total.gather(z, lease.expert), lease.payload, lease.expert)
                     total.add(lease.expert, out)
         finally:
             stream.close()
-        out = self._up(kernels.rms_norm(total.finish(), self._norm, self._config.eps))
+        out = self._up(kernels.rms_norm(total.finish(), self._norm(), self._config.eps))
         return out if shared is None else out + shared
 
     def _multiply(self, z: Array, payload: npt.NDArray[np.uint8], expert: int) -> Array:

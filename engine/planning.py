@@ -6,7 +6,6 @@ writes nothing. The plan is the one that the run itself makes (`plan.plan_memory
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Iterator
@@ -18,13 +17,13 @@ from k3 import kernels
 from k3.container.console import emit_json, format_size
 from k3.container.memory_limit import Limit, gb, memory_limits
 from k3.engine.ceilings import MemoryMeter, drive_rate
-from k3.engine.finding import FoundModel, find_model
+from k3.engine.finding import OpenedModel
 from k3.engine.forecast import Forecast, forecast
-from k3.engine.opening import model_options
 from k3.engine.plan import MemoryPlan, plan_memory, touched_bytes
-from k3.engine.prompt import checked_capacity, read_prompt
+from k3.engine.prompt import checked_capacity
+from k3.engine.request import read_request
 from k3.engine.settings import RunSettings
-from k3.engine.state_file import Binding, SavedState
+from k3.engine.starting import opened_model
 from k3.engine.state_size import state_bytes
 from k3.store.daemon_model import DaemonModel
 from k3.store.link import ask_status
@@ -56,7 +55,7 @@ class PlanOptions:
 class Planned:
     """Everything that is printed."""
 
-    found: FoundModel
+    found: OpenedModel
     memory: MemoryPlan
     limits: list[Limit]
     assumed: bool  # that the context has `ASSUMED_TOKENS`
@@ -69,11 +68,7 @@ class Planned:
 
 def print_plan(settings: RunSettings, options: PlanOptions) -> None:
     """Print the plan of what the settings say. UnsupportedError, afterwards, when the run does not fit."""
-    with contextlib.ExitStack() as stack:
-        found = find_model(settings.model)
-        stack.callback(found.close)
-        for warning in found.warnings:
-            sys.stderr.write(f"warning: {warning}\n")
+    with opened_model(settings.model) as found:
         planned = make_plan(found, settings, options)
         if settings.as_json:
             emit_json("plan", **as_dict(planned))
@@ -84,7 +79,7 @@ def print_plan(settings: RunSettings, options: PlanOptions) -> None:
         planned.memory.check()
 
 
-def make_plan(found: FoundModel, settings: RunSettings, options: PlanOptions) -> Planned:
+def make_plan(found: OpenedModel, settings: RunSettings, options: PlanOptions) -> Planned:
     """Find out everything that is to be known before a run."""
     if settings.model.threads is not None:
         kernels.set_threads(settings.model.threads)
@@ -116,24 +111,19 @@ def make_plan(found: FoundModel, settings: RunSettings, options: PlanOptions) ->
     )
 
 
-def _capacity(found: FoundModel, settings: RunSettings) -> tuple[int, bool]:
-    """Tokens of the context, and whether that is our guess."""
+def _capacity(found: OpenedModel, settings: RunSettings) -> tuple[int, bool]:
+    """Return the tokens of the context, and whether they are assumed."""
     path = settings.state
     if settings.ids is None and settings.text is None and (path is None or not path.exists()):
         if settings.max_tokens is not None:
             prompt_tokens = max(0, settings.max_tokens - settings.generate)
             return checked_capacity(prompt_tokens, settings, found.config.max_positions), False
         return min(ASSUMED_TOKENS, found.config.max_positions), True
-    with contextlib.ExitStack() as stack:
-        saved = None
-        if path is not None and path.exists():
-            binding = Binding.of(found.source.identity, found.config, model_options(settings.model))
-            saved = stack.enter_context(SavedState(path, binding, found.config))
-        prompt = read_prompt(found, settings, saved)
-        return checked_capacity(len(prompt.ids), settings, found.config.max_positions), False
+    with read_request(found, settings, writable=False) as request:
+        return request.capacity, False
 
 
-def _hit_share(found: FoundModel, memory: MemoryPlan) -> float:
+def _hit_share(found: OpenedModel, memory: MemoryPlan) -> float:
     """Of what is asked of the cache, the part that it has, if all experts are used alike."""
     if not memory.experts:
         return 0.0
@@ -143,12 +133,12 @@ def _hit_share(found: FoundModel, memory: MemoryPlan) -> float:
     return memory.cached_experts / memory.experts
 
 
-def _attached_to(found: FoundModel) -> Path:
+def _attached_to(found: OpenedModel) -> Path:
     assert found.attachment is not None
     return found.attachment.socket
 
 
-def _drive(found: FoundModel, options: PlanOptions) -> Rate:
+def _drive(found: OpenedModel, options: PlanOptions) -> Rate:
     """The drives' rate: what was given, else what they reach now, else what they reached for the daemon."""
     if options.drive_bytes_per_s is not None:
         return Rate(options.drive_bytes_per_s, "as given")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from k3.engine.settings import RunSettings, SettingsError
+from k3.engine.timeline import check_continues, check_ids
 
 if TYPE_CHECKING:
-    from k3.engine.finding import FoundModel
+    from k3.engine.finding import OpenedModel
     from k3.engine.state_file import PromptForm, SavedState
     from k3.engine.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ class Prompt:
         return "ids" if self.tokenizer is None else "text"
 
 
-def read_prompt(found: FoundModel, settings: RunSettings, saved: SavedState | None) -> Prompt:
+def read_prompt(opened: OpenedModel, settings: RunSettings, saved: SavedState | None) -> Prompt:
     """The prompt as checked ids, all of the timeline: what a saved state has taken in is the beginning of it.
 
     SettingsError for ids outside the vocabulary and for a prompt of nothing, ResumeError when it does not go on
@@ -41,24 +41,43 @@ def read_prompt(found: FoundModel, settings: RunSettings, saved: SavedState | No
                 "--state: there is no such file yet, and no prompt to begin with", path=settings.state,
                 advice="Give a prompt",
             )  # fmt: skip
-        return Prompt(saved.tokens, found.tokenizer() if saved.prompt == "text" else None, resumed=True)
-    prompt = _given_prompt(found, settings)
+        return Prompt(saved.tokens, opened.tokenizer() if saved.prompt == "text" else None, resumed=True)
+    prompt = _given_prompt(opened, settings)
     if saved is not None:
-        from k3.engine.keeping import check_continues
-
-        check_continues(saved, prompt.ids)
+        check_continues(saved.tokens[: saved.taken], prompt.ids, saved.path)
     return prompt
 
 
-def _given_prompt(found: FoundModel, settings: RunSettings) -> Prompt:
+def check_given(opened: OpenedModel, settings: RunSettings) -> None:
+    """Refuse a prompt as far as that needs no vocabulary and no saved state: ids, length, missing small files.
+
+    SettingsError; ConfigError for files of the vocabulary or of generation that are missing or not sound.
+    """
+    if not settings.ignore_eos:
+        opened.eos_ids()
+    if settings.ids is None and settings.text is None:
+        return
     if settings.ids is not None:
-        try:
-            check_ids(settings.ids, found.config.vocab)
-        except ValueError as error:
-            raise SettingsError(f"--ids: {error}") from None
+        _check_ids(settings.ids, opened)
+    elif not opened.has_vocabulary:
+        opened.tokenizer()  # says which file is missing
+    tokens = 1 if settings.ids is None else len(settings.ids)
+    checked_capacity(tokens, settings, opened.config.max_positions)
+
+
+def _check_ids(ids: tuple[int, ...], opened: OpenedModel) -> None:
+    try:
+        check_ids(ids, opened.config.vocab)
+    except ValueError as error:
+        raise SettingsError(f"--ids: {error}") from None
+
+
+def _given_prompt(opened: OpenedModel, settings: RunSettings) -> Prompt:
+    if settings.ids is not None:
+        _check_ids(settings.ids, opened)
         return Prompt(settings.ids, None)
     assert settings.text is not None
-    tokenizer = found.tokenizer()
+    tokenizer = opened.tokenizer()
     ids = tuple(tokenizer.encode(settings.text))
     if not ids:
         raise SettingsError("the prompt is empty", advice="Give a text, --prompt-file or --ids")
@@ -80,10 +99,3 @@ def checked_capacity(prompt_tokens: int, settings: RunSettings, max_positions: i
             advice="Nothing was cut; shorten the prompt or ask for fewer tokens",
         )
     return capacity
-
-
-def check_ids(ids: Sequence[int], vocab: int) -> None:
-    """ValueError naming the first id that is not in [0, vocab)."""
-    for place, token in enumerate(ids):
-        if not 0 <= token < vocab:
-            raise ValueError(f"token id {token} at place {place} is outside the vocabulary of {vocab}")

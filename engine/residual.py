@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
+from k3.engine.deferred import Deferred
 from k3.engine.weights import Weights
 
 Array = npt.NDArray[np.float32]
@@ -22,11 +23,16 @@ class ResidualMix:
     """The mixture in front of one sub-layer, `name` being e.g. "model.layers.3.mlp_res"."""
 
     def __init__(self, weights: Weights, name: str, eps: float) -> None:
-        self._query: Array = weights.floats(f"{name}_norm.weight") * weights.floats(f"{name}_proj.weight")[0]
+        norm, projection = weights.floats(f"{name}_norm.weight"), weights.floats(f"{name}_proj.weight")
+        self._query: Deferred[Array] = Deferred(lambda: norm() * projection()[0])
         self._eps = eps
+
+    @property
+    def ready(self) -> bool:
+        """True once the mixture has been used."""
+        return self._query.ready
 
     def __call__(self, blocks: Sequence[Array], stream: Array) -> Array:
         """blocks: arrays [S, hidden], oldest first; stream [S, hidden] -> [S, hidden]."""
-        if not blocks:
-            return stream
-        return kernels.residual_mix([*blocks, stream], self._query, self._eps)
+        query = self._query()  # also where it plays no part: a damaged tensor is an error wherever it lies
+        return kernels.residual_mix([*blocks, stream], query, self._eps) if blocks else stream

@@ -1,9 +1,9 @@
-"""The body of `k3-run`: one prompt in, one continuation out, every token printed as soon as it is known.
+"""The second half of a `k3-run`: one prompt in, one continuation out, every token printed as soon as it is known.
 
-What comes before is `engine/starting.py`. From there on: the model is made while its weights are on their way, the
-prompt is taken in, then tokens are chosen and printed until a stop token or the asked number. An error on the way
-ends the printed line first, so that what was generated before it stays readable, and says that generation stopped.
-With --state the timeline may go on from a saved one, and is saved whatever ends it. Main thread only.
+`engine/starting.py` is the first half. The request is read and the memory planned while weights load; the model is
+built, takes in the prompt and generates until a stop token or the asked number. An error ends the printed line
+first, so that earlier output stays readable, and says that generation stopped. With --state the timeline may go on
+from a saved one, and is saved whatever ends it. Main thread only.
 """
 
 from __future__ import annotations
@@ -15,79 +15,86 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from k3.container.dense_load import DenseLoad
 from k3.container.errors import K3Error, UnsupportedError
-from k3.container.huge_pages import HugePages
 from k3.engine.keeping import Keeper
+from k3.engine.loading import LoadingWeights
 from k3.engine.logits_file import LogitsFile
 from k3.engine.notices import Notices
-from k3.engine.opening import open_model
+from k3.engine.opening import built_model
 from k3.engine.output import JsonOutput, Output, TextOutput
-from k3.engine.prompt import Prompt
+from k3.engine.plan import plan_memory
 from k3.engine.report import Report, peak_rss_bytes
+from k3.engine.request import Request, read_request
 from k3.engine.sampler import Sampler
 from k3.engine.session import Session
 from k3.engine.settings import RunSettings
+from k3.engine.sinks import open_sinks
+from k3.engine.starting import Launched
 from k3.engine.writing import write_error
 from k3.store.source import ExpertSource
 
-if TYPE_CHECKING:
-    from k3.engine.starting import Started
-
-_CHARACTER_TOKENS = 8
-"""More tokens than a character is spread over."""
+MAX_TOKENS_PER_CHARACTER = 8
 
 
 @dataclass(slots=True)
 class Generated:
-    """What came out. `stop` is "eos" or "length"."""
+    """The tokens that were generated. `stop` is "eos" or "length"."""
 
     ids: list[int] = field(default_factory=list)
     stop: str = "length"
 
 
-def go_on(started: Started) -> None:
-    """Take in the prompt and generate. Raises K3Error."""
-    settings, found, saved, prompt = started.settings, started.found, started.saved, started.prompt
-    report, logits = started.report, started.logits
-    model, experts = open_model(
-        found,
-        settings.model,
-        started.plan,
-        tracer=started.tracer,
-        routes=started.routes,
-        on_read=started.progress.read,
-    )
-    with contextlib.closing(experts):
-        if found.loading is None:
-            started.progress.loaded()
-        session = Session(model, started.capacity, settings.chunk)
-        if saved is not None:
-            began_s = time.monotonic()
-            session.restore(saved)
-            report.load_s += time.monotonic() - began_s
-        before = prompt.ids[-_CHARACTER_TOKENS:] if prompt.resumed else ()
-        output: Output = (JsonOutput if settings.as_json else TextOutput)(prompt.tokenizer, before)
-        generated = Generated()
-        keeper = Keeper(
-            settings.state, prompt.form, saved, session, lambda: (*prompt.ids, *generated.ids)
+def generate(launched: Launched, settings: RunSettings) -> None:
+    """Read the request, plan memory, build the model, take in the prompt and generate. Raises K3Error."""
+    opened, report = launched.opened, launched.report
+    with read_request(opened, settings) as request, open_sinks(opened, settings) as sinks:
+        plan = plan_memory(
+            opened.source, opened.config, opened.names, settings.model, launched.limit,
+            capacity=request.capacity, chunk=settings.chunk, every_logit=settings.logits is not None,
         )  # fmt: skip
-        with keeper, Notices(output), _reported(output, generated):
-            _generate(session, prompt, settings, started.stop_ids, logits, output, report, generated, keeper)
-            keeper.save()
-            _finish_report(report, experts)
-            output.finish(generated.ids, generated.stop, report, settings.sampler)
-        for warning in read_warnings(experts, found.loading, direct=settings.model.direct):
-            sys.stderr.write(f"warning: {warning}\n")
-        if logits is not None:
-            logits.publish()
+        plan.check()
+        report.resumed_tokens = request.resumed_tokens
+        report.prompt_tokens = len(request.prompt.ids) - request.resumed_tokens
+        with built_model(opened, settings.model, launched.weights, plan, sinks) as built:
+            session = Session(built.model, request.capacity, settings.chunk)
+            _run_session(session, built.experts, request, settings, sinks.logits, report)
+            for warning in read_warnings(built.experts, launched.weights, direct=settings.model.direct):
+                sys.stderr.write(f"warning: {warning}\n")
+        if sinks.logits is not None:
+            sinks.logits.publish()
+
+
+def _run_session(
+    session: Session,
+    experts: ExpertSource,
+    request: Request,
+    settings: RunSettings,
+    logits: LogitsFile | None,
+    report: Report,
+) -> None:
+    """Restore the saved state, generate, save the state, print the report."""
+    prompt, saved = request.prompt, request.saved
+    if saved is not None:
+        began_s = time.monotonic()
+        session.restore(saved)
+        report.load_s += time.monotonic() - began_s
+    before = prompt.ids[-MAX_TOKENS_PER_CHARACTER:] if prompt.resumed else ()
+    output: Output = (JsonOutput if settings.as_json else TextOutput)(prompt.tokenizer, before)
+    generated = Generated()
+    keeper = Keeper(settings.state, prompt.form, saved, session, lambda: (*prompt.ids, *generated.ids))
+    generation = _Generation(session, request, settings, logits, output, report, generated, keeper)
+    with keeper, Notices(output), _reported(output, generated):
+        generation.prefill()
+        generation.decode()
+        keeper.save()
+        _finish_report(report, experts)
+        output.finish(generated.ids, generated.stop, report, settings.sampler)
 
 
 @contextlib.contextmanager
 def _reported(output: Output, generated: Generated) -> Iterator[None]:
-    """An error inside ends the printed line, and says how far the generation came."""
+    """End the printed line when an error passes, and add how far the generation came."""
     try:
         yield
     except (K3Error, KeyboardInterrupt, MemoryError) as error:
@@ -101,60 +108,67 @@ def _reported(output: Output, generated: Generated) -> Iterator[None]:
                 advice="Use a smaller expert cache (--expert-gb) or chunk",
             ) from error
         raise
-    except OSError as error:  # everything else that can fail so is typed by now; this is stdout
+    except OSError as error:  # any other OSError is a K3Error by now; only a stdout write gets here
         raise _output_failed(error, len(generated.ids)) from error
 
 
-def _generate(
-    session: Session,
-    prompt: Prompt,
-    settings: RunSettings,
-    stop_ids: frozenset[int],
-    logits_file: LogitsFile | None,
-    output: Output,
-    report: Report,
-    generated: Generated,
-    keeper: Keeper,
-) -> None:
-    """Prefill and decode. With a logits file also the last token is taken in, for its row."""
-    sampler = Sampler(settings.sampler, len(prompt.ids))
-    rest = prompt.ids[session.position :]
-    began_s = time.monotonic()
-    try:
-        for start in range(0, len(rest), settings.chunk):
-            piece = rest[start : start + settings.chunk]
-            session.prefill(piece, None if logits_file is None else logits_file.append)
-            keeper.interrupts.check()
-    finally:
-        report.prefill_s = time.monotonic() - began_s
-    row = session.logits
-    assert row is not None
-    keeper.save()  # a prompt can have taken hours
-    began_s = time.monotonic()
-    try:
-        while len(generated.ids) < settings.generate:
-            token = sampler.choose(row)
-            generated.ids.append(token)
-            report.generated_tokens += 1
-            if token in stop_ids:
-                generated.stop = "eos"
-            output.token(token, is_stop=token in stop_ids)
-            last = generated.stop == "eos" or len(generated.ids) == settings.generate
-            if last and logits_file is None:
-                return
-            row = session.step(token)
-            report.decode_passes += 1
-            if logits_file is not None:
-                logits_file.append(row[None])
-            if last:
-                return
-            keeper.interrupts.check()
-    finally:
-        report.decode_s = time.monotonic() - began_s
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    """One prompt and its continuation. With a logits file also the last token is taken in, for its row."""
+
+    session: Session
+    request: Request
+    settings: RunSettings
+    logits: LogitsFile | None
+    output: Output
+    report: Report
+    generated: Generated
+    keeper: Keeper
+
+    def prefill(self) -> None:
+        """Take in the prompt, chunk by chunk, and save the state."""
+        rest = self.request.prompt.ids[self.session.position :]
+        began_s = time.monotonic()
+        try:
+            for start in range(0, len(rest), self.settings.chunk):
+                piece = rest[start : start + self.settings.chunk]
+                self.session.prefill(piece, None if self.logits is None else self.logits.append)
+                self.keeper.interrupts.check()
+        finally:
+            self.report.prefill_s = time.monotonic() - began_s
+        self.keeper.save()  # a prompt can have taken hours
+
+    def decode(self) -> None:
+        """Choose tokens, print them and take them in."""
+        sampler = Sampler(self.settings.sampler, len(self.request.prompt.ids))
+        row, ids = self.session.logits, self.generated.ids
+        assert row is not None
+        began_s = time.monotonic()
+        try:
+            while len(ids) < self.settings.generate:
+                token = sampler.choose(row)
+                ids.append(token)
+                self.report.generated_tokens += 1
+                is_stop = token in self.request.stop_ids
+                if is_stop:
+                    self.generated.stop = "eos"
+                self.output.token(token, is_stop=is_stop)
+                last = is_stop or len(ids) == self.settings.generate
+                if last and self.logits is None:
+                    return
+                row = self.session.step(token)
+                self.report.decode_passes += 1
+                if self.logits is not None:
+                    self.logits.append(row[None])
+                if last:
+                    return
+                self.keeper.interrupts.check()
+        finally:
+            self.report.decode_s = time.monotonic() - began_s
 
 
 def _output_failed(error: OSError, generated: int) -> Exception:
-    """What to raise when stdout refuses a token. A closed pipe is the reader's choice and stays as it is."""
+    """Return the error to raise when stdout refuses a token. A closed pipe is no error of this run and stays."""
     if isinstance(error, BrokenPipeError):
         return error
     # What is still buffered cannot be written either; the interpreter must not try again when it ends.
@@ -162,8 +176,8 @@ def _output_failed(error: OSError, generated: int) -> Exception:
     return write_error(f"generation stopped after {generated} tokens: cannot write", error, Path("stdout"))
 
 
-def read_warnings(experts: ExpertSource, loading: DenseLoad | None, *, direct: bool) -> list[str]:
-    """What a user should know of how weights were read. `loading` is the dense ones' load, if one was made."""
+def read_warnings(experts: ExpertSource, weights: LoadingWeights, *, direct: bool) -> list[str]:
+    """Return what a user should know of how experts and dense weights were read."""
     stats = experts.stats()
     warnings = [
         f"experts in {directory} were read through the page cache: its file system does not take O_DIRECT"
@@ -172,9 +186,9 @@ def read_warnings(experts: ExpertSource, loading: DenseLoad | None, *, direct: b
     ]
     if stats.retries:
         warnings.append(f"{stats.retries} reads of experts failed at first and were right the second time")
-    if loading is not None and loading.retries:
-        warnings.append(f"{loading.retries} reads of dense weights failed at first and were right the second time")
-    granted = experts.huge_pages() + (HugePages() if loading is None else loading.huge_pages())
+    if weights.retries:
+        warnings.append(f"{weights.retries} reads of dense weights failed at first and were right the second time")
+    granted = experts.huge_pages() + weights.huge_pages()
     if granted.refused:
         warnings.append(granted.line())
     return warnings

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from k3.container.errors import UnsupportedError
 from k3.engine.model import Model
-from k3.engine.prompt import check_ids
 from k3.engine.state import State
 from k3.engine.state_file import Binding, PromptForm, SavedState, write_state
+from k3.engine.timeline import check_ids
 
 Array = npt.NDArray[np.float32]
 
@@ -29,7 +29,7 @@ class Session:
 
     def __init__(self, model: Model, capacity: int, chunk: int) -> None:
         if capacity < 1 or chunk < 1:
-            raise ValueError(f"{capacity=} and {chunk=} make no session")
+            raise ValueError(f"{capacity=} and {chunk=} must be positive")
         self._model = model
         self._state = State(model.config, capacity)
         self._chunk = chunk

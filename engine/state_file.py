@@ -26,7 +26,7 @@ from k3.container.output_file import OutputFile
 from k3.container.regular_file import RegularFile
 from k3.engine.config import ModelConfig
 from k3.engine.latent_cache import FORMS
-from k3.engine.model import ModelOptions
+from k3.engine.model_options import ModelOptions
 from k3.engine.state import Part, State, state_parts
 
 Array = npt.NDArray[Any]

@@ -1,16 +1,13 @@
 """Dense tensors by name, each of them claimed exactly once.
 
-`Weights` hands each tensor of `tensor_names.expected_tensors` out once, checks its shape, and at the end insists
-that all were asked for.
-
-`Matrix` is a weight that stays in its stored encoding and is multiplied by the kernels. It may be made before its
-bytes are there: the first use waits for them. Claiming and first uses belong to one thread; a `Matrix` that was
-used is immutable and may be used from any.
+`Weights` gives each tensor of `tensor_names.expected_tensors` out once and checks its shape when it arrives.
+A tensor may be claimed before its bytes are in memory: the first use waits for them. `Matrix` is a weight that
+stays in its stored encoding and is multiplied by the kernels. Claiming and first uses belong to one thread; a
+weight that was used is immutable and may be used from any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -21,6 +18,7 @@ from k3.container.errors import DamageError, UnsupportedError
 from k3.container.keys import Encoding
 from k3.container.source import EncodedTensor, ModelSource
 from k3.engine.config import ModelConfig
+from k3.engine.deferred import Deferred
 from k3.engine.reading import TensorReader
 from k3.engine.tensor_names import check_shape, expected_tensors, text_prefix
 
@@ -30,21 +28,21 @@ Array = npt.NDArray[np.float32]
 class Matrix:
     """A weight [rows, columns] in its stored encoding; calling it multiplies."""
 
-    __slots__ = ("_arrival", "_exact", "_tensor")
+    __slots__ = ("_exact", "_tensor")
 
-    def __init__(self, tensor: EncodedTensor | Callable[[], EncodedTensor], *, exact: bool) -> None:
-        """`tensor` is the weight, or what waits for it and returns it: called once, at the first use."""
-        self._tensor = tensor if isinstance(tensor, EncodedTensor) else None
-        self._arrival = None if isinstance(tensor, EncodedTensor) else tensor
+    def __init__(self, tensor: Deferred[EncodedTensor], *, exact: bool) -> None:
+        self._tensor = tensor
         self._exact = exact
+
+    @property
+    def ready(self) -> bool:
+        """True once the weight has been used."""
+        return self._tensor.ready
 
     @property
     def tensor(self) -> EncodedTensor:
         """The weight as stored. Waits for it, and raises what reading it raised."""
-        if self._tensor is None:
-            assert self._arrival is not None
-            self._tensor, self._arrival = self._arrival(), None
-        return self._tensor
+        return self._tensor()
 
     def __call__(self, x: Array) -> Array:
         """x [S, columns] -> [S, rows]. A row of the result depends only on the same row of x.
@@ -69,8 +67,7 @@ class Matrix:
 class Weights:
     """The dense tensors of one model, given out by name without the checkpoint's prefix.
 
-    With `lazy`, a matrix is given out at once and waits for its bytes when it is first used; otherwise it is there
-    when it is given out. `floats` always waits.
+    What is given out waits for its bytes when it is first used.
     """
 
     def __init__(
@@ -80,34 +77,39 @@ class Weights:
         reading: TensorReader,
         *,
         exact: bool,
-        lazy: bool = False,
-        on_read: Callable[[str], None] | None = None,
     ) -> None:
-        """`reading` hands out the tensors of `needed_names`; `on_read` is told of each that was taken from it."""
+        """`reading` gives out the tensors of `needed_names` and is used as long as a weight is not ready."""
         self._exact = exact
-        self._lazy = lazy
-        self._on_read = on_read
         self._reading = reading
         self.prefix = text_prefix(source.tensor_names())
         self._shapes = expected_tensors(config, config.layers)
         self._unclaimed = set(self._shapes)
+        self._given: list[Deferred[EncodedTensor] | Deferred[Array]] = []  # in the order of claiming
         self.resident_bytes = 0
 
     def matrix(self, name: str, *, exact: bool | None = None) -> Matrix:
         """A weight to multiply by. `exact=True` where the model needs float32 whatever the run's setting."""
         self._claim(name)
-        tensor = partial(self._take, name) if self._lazy else self._take(name)
+        tensor = Deferred(partial(self._take, name))
+        self._given.append(tensor)
         return Matrix(tensor, exact=self._exact if exact is None else exact)
 
-    def floats(self, name: str) -> Array:
-        """A tensor as float32 values in its own shape: norms, biases, convolutions."""
+    def floats(self, name: str) -> Deferred[Array]:
+        """Return a tensor as float32 values in its own shape: norms, biases, convolutions."""
         self._claim(name)
-        return to_float32(self._take(name))
+        values = Deferred(lambda: to_float32(self._take(name)))
+        self._given.append(values)
+        return values
 
-    def finish(self) -> None:
-        """To be called when the model is built: every tensor of the table must be in use."""
+    def check_all_claimed(self) -> None:
+        """Assert that the model, once built, uses every tensor of the table."""
         if self._unclaimed:
             raise AssertionError(f"tensors of the table that no layer claimed: {sorted(self._unclaimed)}")
+
+    def load(self) -> None:
+        """Wait for every tensor that was claimed. Raises what reading it raised."""
+        for weight in self._given:
+            weight()
 
     def _claim(self, name: str) -> None:
         if name not in self._unclaimed:
@@ -115,13 +117,11 @@ class Weights:
         self._unclaimed.remove(name)
 
     def _take(self, name: str) -> EncodedTensor:
-        """A claimed tensor as soon as it is there."""
+        """Return a claimed tensor as soon as it is read."""
         full_name = self.prefix + name
         tensor = self._reading.take(full_name)
         check_shape(full_name, tensor.shape, self._shapes[name])
         self.resident_bytes += _nbytes(tensor)
-        if self._on_read is not None:
-            self._on_read(full_name)
         return tensor
 
 

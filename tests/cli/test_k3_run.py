@@ -19,8 +19,10 @@ from click.testing import CliRunner, Result
 
 from k3.container.layout import VERSION
 from k3.container.recipe import Recipe
+from k3.container.snapshot import Snapshot
 from k3.engine import output
 from k3.engine.cli import main
+from k3.engine.reading import ReadAhead
 from k3.engine.run import read_warnings
 from k3.repack.cli import main as repack_main
 from k3.repack.request import RepackRequest
@@ -257,13 +259,14 @@ def test_how_experts_were_read_is_told() -> None:
 
     experts = Told({})
     stats = SourceStats(retries=3, direct={Path("/a"): True, Path("/b"): False})
-    cached, retried = read_warnings(experts, None, direct=True)
+    weights = ReadAhead(Snapshot.open((VECTORS / "tiny_s1",)), [])
+    cached, retried = read_warnings(experts, weights, direct=True)
     assert "/b" in cached
     assert "O_DIRECT" in cached
     assert "3 reads" in retried
-    assert len(read_warnings(experts, None, direct=False)) == 1
+    assert len(read_warnings(experts, weights, direct=False)) == 1
     stats = SourceStats(direct={Path("/a"): True})
-    assert read_warnings(experts, None, direct=True) == []
+    assert read_warnings(experts, weights, direct=True) == []
 
 
 def test_unknown_keys_are_warned_of(tmp_path: Path) -> None:

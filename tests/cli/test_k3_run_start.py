@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,13 @@ from k3.container.dense_load import DenseLoad
 from k3.container.direct import ReadFile
 from k3.container.memory_limit import Limit
 from k3.container.reader import Container
-from k3.engine import finding, run, starting
+from k3.engine import loading, request, run, starting
 from k3.engine.cli import main
-from k3.engine.plan import MemoryPlan
+from k3.engine.finding import open_model_files
+from k3.engine.loading import LoadingWeights
+from k3.engine.plan import plan_memory
+from k3.engine.settings import ModelSettings, RunSettings
+from k3.engine.starting import Launched
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.containers import flip
@@ -39,7 +43,7 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that begins to read dense weights, or gives them memory, fails with an exception."""
-    monkeypatch.delattr(finding, "DenseLoad")
+    monkeypatch.delattr(loading, "DenseLoad")
 
 
 def k3_run(home: Path, *arguments: str, prompt: Sequence[str] = ("--ids", "1,2")) -> Result:
@@ -88,8 +92,6 @@ def test_reading_begins_before_anything_heavy_is_imported(
         (["--ids", "5000000"], 2, "5000000"),
         (["--layers", "77"], 2, "--layers"),
         (["--bits", "4"], 2, "--bits"),
-        (["--logits", "/proc/none/logits"], 6, "/proc/none"),
-        (["--trace", "/proc/none/trace"], 6, "/proc/none"),
         (["--plan", "--drive-gb-per-s", "2", "--memory-gb-per-s", "9"], 0, ""),
         (["--version"], 0, ""),
     ],
@@ -107,15 +109,33 @@ def test_what_is_refused_or_only_planned_reads_nothing(
     "arguments",
     [
         ("--ngen", "9999999"),
-        ("--max-tokens", "3"),
+        ("--max-tokens", "2"),
         ("--max-tokens", "99999999"),
-        ("--logits", "/proc/none/logits"),
-        ("--trace", "/proc/none/trace"),
     ],
 )
 def test_what_is_refused_behind_a_text_reads_nothing(home: Path, arguments: Sequence[str]) -> None:
     result = k3_run(home, *arguments, prompt=["a text of some tokens"])
-    assert result.exit_code in (2, 6), result.output
+    assert result.exit_code == 2, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--max-tokens", "3"), 2, "--max-tokens"),
+        (("--logits", "/proc/none/logits"), 6, "/proc/none"),
+        (("--trace", "/proc/none/trace"), 6, "/proc/none"),
+    ],
+)
+def test_what_is_refused_while_weights_load_leaves_nothing_behind(
+    home: Path, arguments: Sequence[str], code: int, said: str
+) -> None:
+    """The vocabulary and the files to write are looked at beside the reads; a refusal ends them."""
+    before_s = sys.getswitchinterval()
+    result = k3_run(home, *arguments, prompt=["a text of some tokens"])
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert said in result.stderr
+    assert not loading_threads()
+    assert sys.getswitchinterval() == before_s
 
 
 @pytest.mark.usefixtures("never_read")
@@ -138,7 +158,7 @@ def test_what_does_not_fit_in_memory_reads_nothing(
     monkeypatch.setattr(starting, "memory_limit", lambda: Limit(1e6, "a test"))
     result = k3_run(home, "--expert-gb", "0", prompt=prompt)
     assert result.exit_code == 9, result.output
-    assert "a test leaves 0.001 GB" in result.stderr
+    assert "a test leaves 0.00" in result.stderr
 
 
 def test_damage_that_is_found_before_there_is_a_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,15 +166,14 @@ def test_damage_that_is_found_before_there_is_a_model(home: Path, monkeypatch: p
     extent = container.tensor(FIRST).weights
     flip(container.file_path(extent.file), extent.offset)
     container.close()
-    go_on = run.go_on
+    generate = run.generate
 
-    def late(started: starting.Started) -> None:
-        assert started.found.loading is not None
+    def late(launched: Launched, settings: RunSettings) -> None:
         for thread in loading_threads():
             thread.join()
-        go_on(started)
+        generate(launched, settings)
 
-    monkeypatch.setattr(run, "go_on", late)
+    monkeypatch.setattr(run, "generate", late)
     result = k3_run(home)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "generation stopped after 0 tokens: tensor does not match its digest" in result.stderr
@@ -165,14 +184,13 @@ def test_damage_that_is_found_before_there_is_a_model(home: Path, monkeypatch: p
 def test_an_error_behind_the_first_reads_ends_them(
     home: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    seen: list[DenseLoad] = []
+    seen: list[LoadingWeights] = []
 
-    def fails(started: starting.Started) -> None:
-        assert started.found.loading is not None
-        seen.append(started.found.loading)
+    def fails(launched: Launched, settings: RunSettings) -> None:
+        seen.append(launched.weights)
         raise error
 
-    monkeypatch.setattr(run, "go_on", fails)
+    monkeypatch.setattr(run, "generate", fails)
     result = k3_run(home)
     assert result.exit_code == (9 if error is MemoryError else 130)
     assert not loading_threads()
@@ -197,37 +215,54 @@ def test_ctrl_c_while_the_rest_is_imported(home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("spare_bytes", "order"), [(0, ["begun", "prompt"]), (-1, ["prompt", "begun"])])
-def test_reading_begins_before_a_text_is_encoded_if_any_number_of_tokens_fits(
-    home: Path, monkeypatch: pytest.MonkeyPatch, spare_bytes: int, order: list[str]
+@pytest.mark.parametrize("prompt", [("--ids", "1,2"), ("some words " * 40,)], ids=["ids", "text"])
+def test_reading_begins_before_a_prompt_is_encoded(
+    home: Path, monkeypatch: pytest.MonkeyPatch, prompt: Sequence[str]
 ) -> None:
-    text = "some words " * 40
-    free = k3_run(home, "--expert-gb", "0", prompt=[text])
     happened: list[str] = []
-    plans: list[MemoryPlan] = []
 
-    def noted(name: str, before: Callable[..., Any]) -> None:
+    def noted(module: Any, name: str) -> None:
+        before = getattr(module, name)
+
         def function(*given: Any, **more: Any) -> Any:
             happened.append(name)
             return before(*given, **more)
 
-        monkeypatch.setattr(starting, before.__name__, function)
+        monkeypatch.setattr(module, name, function)
 
-    def planned(*given: Any) -> MemoryPlan:
-        plans.append(plan(*given))
-        return plans[-1]
+    noted(loading, "DenseLoad")
+    noted(request, "read_prompt")
+    assert k3_run(home, prompt=prompt).exit_code == 0
+    assert happened == ["DenseLoad", "read_prompt"]
 
-    plan = starting._plan
-    monkeypatch.setattr(starting, "_plan", planned)
-    assert k3_run(home, "--expert-gb", "0", prompt=[text]).exit_code == 0
-    assert plans[0].capacity == len(text) + 2
-    enough_bytes = plans[0].need.total_bytes + starting.VOCABULARY_BYTES
-    monkeypatch.setattr(starting, "memory_limit", lambda: Limit(enough_bytes + spare_bytes, "a test"))
-    noted("prompt", starting.read_prompt)
-    noted("begun", starting.begin_loading)
-    tight = k3_run(home, "--expert-gb", "0", prompt=[text])
-    assert happened == order
-    assert (tight.exit_code, tight.stdout) == (0, free.stdout)
+
+def test_a_run_that_fits_without_its_context_is_refused_beside_the_reads(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least run decides whether reading begins, the whole plan whether the run goes on."""
+    opened = open_model_files(ModelSettings(container=home))
+    least, whole = (
+        plan_memory(
+            opened.source, opened.config, opened.names, ModelSettings(container=home, expert_bytes=0),
+            Limit(1e12, "a test"), capacity=capacity, chunk=1, every_logit=False,
+        ).need.total_bytes
+        for capacity in (1, 2002)
+    )  # fmt: skip
+    opened.close()
+    begun: list[float] = []
+    free_bytes = 0.0
+
+    def begin(*given: Any, **more: Any) -> DenseLoad:
+        begun.append(free_bytes)
+        return DenseLoad(*given, **more)
+
+    monkeypatch.setattr(starting, "_limit", lambda **_: Limit(free_bytes, "a test"))
+    monkeypatch.setattr(loading, "DenseLoad", begin)
+    for free_bytes in (least - 1, whole - 1):  # noqa: B007
+        result = k3_run(home, "--expert-gb", "0", "--chunk", "1", "--ngen", "2000")
+        assert result.exit_code == 9, result.output
+        assert not loading_threads()
+    assert begun == [whole - 1]
 
 
 def test_a_vocabulary_that_cannot_be_read_ends_the_load(home: Path) -> None:
@@ -238,17 +273,15 @@ def test_a_vocabulary_that_cannot_be_read_ends_the_load(home: Path) -> None:
     assert not loading_threads()
 
 
-def test_turns_at_the_interpreter_are_short_while_weights_are_read(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_switch_interval_is_short_while_weights_load(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before_s = sys.getswitchinterval()
     seen: list[float] = []
-    go_on = run.go_on
+    generate = run.generate
 
-    def noted(started: starting.Started) -> None:
+    def noted(launched: Launched, settings: RunSettings) -> None:
         seen.append(sys.getswitchinterval())
         release.set()
-        go_on(started)
+        generate(launched, settings)
         seen.append(sys.getswitchinterval())
 
     release = threading.Event()
@@ -258,8 +291,8 @@ def test_turns_at_the_interpreter_are_short_while_weights_are_read(
         release.wait()
         return open_file(path, direct)
 
-    monkeypatch.setattr(run, "go_on", noted)
-    monkeypatch.setattr(finding, "DenseLoad", partial(DenseLoad, opener=slow))
+    monkeypatch.setattr(run, "generate", noted)
+    monkeypatch.setattr(loading, "DenseLoad", partial(DenseLoad, opener=slow))
     assert k3_run(home).exit_code == 0
-    assert seen == pytest.approx([starting.TURN_S, before_s])
+    assert seen == pytest.approx([loading.GIL_SWITCH_INTERVAL_S, before_s])
     assert sys.getswitchinterval() == before_s

@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that loads anything fails with an exception."""
-    monkeypatch.delattr(starting, "begin_loading")
+    monkeypatch.delattr(starting, "loading_weights")
 
 
 def refused(result: Result, *said: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from k3.container.errors import UnsupportedError
 from k3.container.memory_limit import Limit
 from k3.engine.budget import Need, check_fits
-from k3.engine.finding import find_model
+from k3.engine.finding import open_model_files
 from k3.engine.plan import dense_bytes, plan_memory
 from k3.engine.settings import ModelSettings
 from tests.support.engines import VECTORS, snapshot
@@ -40,7 +40,7 @@ def test_dense_bytes_are_those_in_memory(bits: int) -> None:
 
 def cache_bytes(free_bytes: float, expert_bytes: int | None) -> int:
     settings = ModelSettings(snapshot=(VECTORS / "tiny_s1",), expert_bytes=expert_bytes)
-    found = find_model(settings)
+    found = open_model_files(settings)
     plan = plan_memory(
         found.source, found.config, found.names, settings, Limit(free_bytes, "a test"),
         capacity=64, chunk=8, every_logit=False,

@@ -124,6 +124,6 @@ def test_a_number_beyond_float16_ends_the_pass_with_advice() -> None:
     with loaded(snapshot("tiny_s1")) as model:
         model.config = model.config.with_latent_cache("f16")
         mla = next(layer for layer in model.layers if layer.index not in model.config.kda_layers)
-        mla._attention._kv_norm *= np.float32(1e6)  # type: ignore[union-attr]
+        mla._attention._kv_norm()[:] *= np.float32(1e6)  # type: ignore[union-attr]
         with pytest.raises(UnsupportedError, match="--latent-dtype f32"):
             Session(model, 30, 8).prefill(IDS.tolist())

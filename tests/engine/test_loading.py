@@ -22,7 +22,8 @@ from k3.container.recipe import Recipe
 from k3.container.source import EncodedTensor, ModelSource
 from k3.engine.cli import main
 from k3.engine.config import ModelConfig
-from k3.engine.model import Model, ModelOptions
+from k3.engine.model import Model
+from k3.engine.model_options import ModelOptions
 from k3.engine.session import Session
 from k3.engine.tensor_names import needed_names
 from k3.repack.request import RepackRequest

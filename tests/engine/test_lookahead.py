@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from k3.container.huge_pages import HugePages
 from k3.engine.config import ModelConfig
 from k3.engine.lookahead import PAYING_CHANCE, LookAhead, Record
-from k3.engine.model import Model, ModelOptions
+from k3.engine.model import Model
+from k3.engine.model_options import ModelOptions
 from k3.engine.session import Session
 from k3.store.file import FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
@@ -60,8 +61,10 @@ def looking_ahead(most: int) -> Iterator[tuple[Model, Recorder]]:
     source = snapshot("tiny_s1")
     config = ModelConfig.from_raw(source.config, Path("config.json"))
     with contextlib.closing(Recorder(FileSource(source, prefetch_slots=most, threads=2))) as experts:
-        look_ahead = LookAhead(experts, most, config.moe.top_k) if most else None
-        yield Model(source, config, experts, ModelOptions(), look_ahead=look_ahead), experts
+        model = Model(source, config, experts, ModelOptions())
+        if most:
+            model.observer = LookAhead(experts, most, config.moe.top_k, model.layers)
+        yield model, experts
 
 
 @pytest.mark.parametrize("most", [1, 3, 16])
@@ -79,7 +82,7 @@ def test_the_bits_are_the_same(most: int, chunk: int) -> None:
         assert stats.hits + stats.joined + stats.misses == asked
 
 
-def test_a_layer_is_foreseen_until_it_asks_and_the_next_one_from_then_on() -> None:
+def test_a_layer_is_predicted_until_it_asks_and_the_next_one_from_then_on() -> None:
     with looking_ahead(4) as (model, experts):
         session = Session(model, 2, 1)
         session.step(1)
@@ -99,7 +102,7 @@ def test_a_layer_is_foreseen_until_it_asks_and_the_next_one_from_then_on() -> No
     assert all(len(ids) <= 4 for what, _, ids in experts.events if what == "hint")
 
 
-def test_what_is_foreseen_is_mostly_what_is_asked_for() -> None:
+def test_what_is_predicted_is_mostly_what_is_asked_for() -> None:
     """Of 16 experts a token picks 4: a blind guess would be right a quarter of the time."""
     with looking_ahead(4) as (model, experts):
         session = Session(model, 25, 1)
@@ -123,18 +126,18 @@ def test_only_places_that_are_right_half_of_the_time_are_named() -> None:
     look_ahead = LookAhead(_Noting(named), 4, 2)  # type: ignore[arg-type]
     choice = np.array([[0.9, 0.8, 0.7, 0.6, 0.5, 0.4]], np.float32)
     for turn in range(60):
-        look_ahead.foresee(3, choice, 1)
+        look_ahead.predict(3, choice, 1)
         look_ahead.requested(3, [0, 1] if turn % 3 else [0, 1, 2, 3])
     assert named[0] == [0, 1, 2, 3]
     assert named[-1] == [0, 1]
     for _ in range(200):
-        look_ahead.foresee(3, choice, 1)
+        look_ahead.predict(3, choice, 1)
         look_ahead.requested(3, [4, 5])
     assert named[-1] == []
-    look_ahead.foresee(3, choice, 2)  # made further ahead: another kind, of which nothing is known yet
+    look_ahead.predict(3, choice, 2)  # made further ahead: another kind, of which nothing is known yet
     assert named[-1] == [0, 1, 2, 3]
     for _ in range(200):
-        look_ahead.foresee(3, choice, 1)
+        look_ahead.predict(3, choice, 1)
         look_ahead.requested(3, [0, 1])
     assert named[-1] == [0, 1]  # it is seen without being named
 
@@ -144,9 +147,9 @@ def test_a_guess_that_nobody_came_for_is_not_held_against_another_layer() -> Non
     look_ahead = LookAhead(_Noting(named), 2, 2)  # type: ignore[arg-type]
     choice = np.array([[0.9, 0.8, 0.7]], np.float32)
     for _ in range(50):
-        look_ahead.foresee(3, choice, 1)
+        look_ahead.predict(3, choice, 1)
         look_ahead.requested(4, [2])
-    look_ahead.foresee(3, choice, 1)
+    look_ahead.predict(3, choice, 1)
     assert named[-1] == [0, 1]
 
 

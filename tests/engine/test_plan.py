@@ -17,7 +17,7 @@ from k3.container.reader import Container
 from k3.container.source import EncodedTensor
 from k3.engine import weights
 from k3.engine.config import ModelConfig
-from k3.engine.finding import find_model
+from k3.engine.finding import open_model_files
 from k3.engine.forecast import forecast, used_experts
 from k3.engine.plan import DENSE_PARTS, MemoryPlan, Source, dense_part, plan_memory
 from k3.engine.settings import ModelSettings
@@ -31,7 +31,7 @@ CONFIG = ModelConfig.from_raw(snapshot().config, Path("config.json"))
 
 
 def planned(settings: ModelSettings, free_bytes: float = math.inf) -> tuple[Source, MemoryPlan]:
-    found = find_model(settings)
+    found = open_model_files(settings)
     plan = plan_memory(
         found.source, found.config, found.names, settings, Limit(free_bytes, "a test"),
         capacity=64, chunk=8, every_logit=False,

@@ -19,13 +19,12 @@ import pytest
 from k3 import kernels
 from k3.container.keys import PAGE_BYTES, page_ceil
 from k3.container.recipe import Recipe
-from k3.engine.finding import find_model
+from k3.engine.finding import open_model_files
 from k3.engine.latent_cache import LatentType
 from k3.engine.model import Model
-from k3.engine.opening import load_model
+from k3.engine.ready import ready_model
 from k3.engine.session import Session
 from k3.engine.settings import ModelSettings
-from k3.engine.trace import Tracer
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic import SyntheticModel, write_snapshot
@@ -200,15 +199,8 @@ def _opened(places: Places, numbers: ModelSettings, bits: list[int], leg: Leg) -
             settings, snapshot=(places.snapshot,), expert_bytes=leg.cache_bytes,
             bits=bits[0], mla_bits=bits[1], head_bits=bits[2],
         )  # fmt: skip
-    found = find_model(settings)
-    try:
-        model, experts = load_model(
-            found, settings, capacity=256, chunk=leg.chunk, every_logit=True, tracer=Tracer(), routes=None,
-            on_read=lambda name: None,
-        )  # fmt: skip
-        try:
-            yield model
-        finally:
-            experts.close()
-    finally:
-        found.close()
+    with (
+        contextlib.closing(open_model_files(settings)) as opened,
+        ready_model(opened, settings, capacity=256, chunk=leg.chunk, every_logit=True) as ready,
+    ):
+        yield ready.model

@@ -13,7 +13,9 @@ from k3.container.keys import ExpertKey
 from k3.engine.session import Session
 from k3.engine.state import KdaState, State
 from k3.engine.state_size import state_bytes
-from k3.engine.trace import FileTracer
+from k3.engine.trace import TraceFile
+from k3.engine.trace_observers import TraceObserver
+from k3.store.memory import MemorySource
 from tests.support.engines import all_logits, golden, loaded, snapshot
 from tests.support.faults import FaultySource
 
@@ -73,9 +75,9 @@ def test_a_trace_tells_passes_and_experts(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with loaded(snapshot()) as model:
         wanted = all_logits(model, np.array(IDS), 10)
-        model._tracer = tracer = FileTracer(path)
-        assert all_logits(model, np.array(IDS), 10).tobytes() == wanted.tobytes()
-        tracer.close()
+        with TraceFile(path) as file:
+            model.observer = TraceObserver(file, MemorySource({}), None)
+            assert all_logits(model, np.array(IDS), 10).tobytes() == wanted.tobytes()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     passes = [record for record in records if record["type"] == "pass"]
     layers = [record for record in records if record["type"] == "layer"]
@@ -89,4 +91,4 @@ def test_a_trace_tells_passes_and_experts(tmp_path: Path) -> None:
 
 def test_a_trace_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DriveError, match="trace"):
-        FileTracer(tmp_path / "no" / "trace")
+        TraceFile(tmp_path / "no" / "trace")

@@ -12,10 +12,11 @@ import pytest
 from k3.container.errors import DamageError, SourceError, UnsupportedError
 from k3.container.source import EncodedTensor
 from k3.engine.config import ModelConfig
+from k3.engine.deferred import Deferred
 from k3.engine.reading import ReadAhead
 from k3.engine.tensor_names import expected_tensors, needed_names
 from k3.engine.weights import Matrix, Weights
-from tests.support.engines import VECTORS, loaded, snapshot
+from tests.support.engines import VECTORS, all_logits, loaded, snapshot
 
 PREFIX = "language_model."
 
@@ -134,8 +135,8 @@ def test_a_log_padding_must_be_zero() -> None:
             return dataclasses.replace(tensor, data=data)
         return tensor
 
-    with pytest.raises(SourceError, match="not zero"), loaded(Altered(change=dirty)):
-        pass
+    with loaded(Altered(change=dirty)) as model, pytest.raises(SourceError, match="not zero"):
+        all_logits(model, np.array([1]), 1)
 
 
 def test_claims_are_exact() -> None:
@@ -146,11 +147,12 @@ def test_claims_are_exact() -> None:
         with pytest.raises(AssertionError, match="claimed twice"):
             weights.floats("model.norm.weight")
         with pytest.raises(AssertionError, match="no layer claimed"):
-            weights.finish()
+            weights.check_all_claimed()
 
 
 def test_an_input_that_is_not_finite_names_the_tensor() -> None:
-    matrix = Matrix(snapshot(bits=8).read_tensor(f"{PREFIX}lm_head.weight"), exact=False)
+    tensor = snapshot(bits=8).read_tensor(f"{PREFIX}lm_head.weight")
+    matrix = Matrix(Deferred(lambda: tensor), exact=False)
     x = np.ones((2, 128), np.float32)
     x[1, 5] = np.inf
     with pytest.raises(DamageError, match="token 1") as caught:

@@ -15,7 +15,8 @@ from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
 from k3.container.source import ModelSource
 from k3.engine.config import ModelConfig
-from k3.engine.model import Model, ModelOptions
+from k3.engine.model import Model
+from k3.engine.model_options import ModelOptions
 from k3.engine.session import Session
 from k3.store.file import FileSource
 from k3.store.source import ExpertSource
