@@ -128,10 +128,13 @@ class _File:
         self._fd = -1
 
     def close(self) -> None:
-        """Close the descriptor; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the descriptor; a second call does nothing. DriveError when the system reports a fault."""
+        fd, self._fd = self._fd, -1  # a close that fails has closed all the same
+        if fd >= 0:
+            try:
+                os.close(fd)
+            except OSError as error:
+                raise drive_error("cannot close", error, self.path) from error
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, CatalogTensor
 from k3.container.direct import ReadFile, drive_error, span_bytes
-from k3.container.errors import ContainerError, DamageError, IncompleteError, NotAContainerError, VersionError
+from k3.container.errors import (
+    ContainerError,
+    DamageError,
+    DriveError,
+    IncompleteError,
+    NotAContainerError,
+    VersionError,
+)
 from k3.container.hf_cache import possible_snapshots
 from k3.container.identity import GENERATION_CONFIG_NAME, ModelIdentity, config_identity, text_identity
 from k3.container.keys import ExpertLayout, Extent
@@ -26,6 +33,7 @@ from k3.container.layout import JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_N
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
 from k3.container.modelconfig import CONFIG_NAME, parse_config
 from k3.container.pages import huge_buffer
+from k3.container.presence import NOT_THERE, is_directory, is_there
 from k3.container.source import EncodedTensor
 
 if TYPE_CHECKING:
@@ -180,14 +188,15 @@ class Container:
 def read_manifest(home: Path) -> Manifest:
     """The manifest of a finished container at `home`, its own digest checked."""
     path = home / MANIFEST_NAME
-    if (home / JOURNAL_NAME).exists() and not path.exists():
+    finished = is_there(path)
+    if not finished and is_there(home / JOURNAL_NAME):
         raise IncompleteError(
             "an unfinished repack", path=home, advice="Run the k3-repack command that began it again; it continues"
         )
-    if not path.exists():
-        if not home.is_dir():
+    if not finished:
+        if not is_directory(home):
             raise NotAContainerError("no such directory", path=home)
-        hint = "A snapshot: repack it first with k3-repack" if (home / "config.json").exists() else None
+        hint = "A snapshot: repack it first with k3-repack" if is_there(home / "config.json") else None
         raise NotAContainerError("no manifest.json here, so this is not a container", path=home, advice=hint)
     return parse_manifest(_read_small(path), path)
 
@@ -216,7 +225,7 @@ def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tupl
         elif root.kind == "source":
             wanted = [file.path for file in manifest.files if file.root == number]
             candidates = (*places, hints[number])
-            directory = next((p for p in candidates if all((p / name).exists() for name in wanted)), None)
+            directory = next((p for p in candidates if all(is_there(p / name) for name in wanted)), None)
         if directory is None:
             missing.append(f"root {number} ({root.kind} {root.uuid}, last at {root.path})")
         else:
@@ -228,6 +237,21 @@ def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tupl
             advice="Mount the drives, or name the directories with --dirs",
         )
     return tuple(found)
+
+
+def went_away(number: int, manifest: Manifest, directory: Path) -> bool:
+    """True when a root that was in `directory` is not there any more: nothing is left of what marks it.
+
+    An unmounted drive leaves its empty mount point behind. A place that cannot be looked at has not gone away.
+    """
+    kind = manifest.roots[number].kind
+    marks = [MANIFEST_NAME if kind == "home" else ROOT_NAME]
+    if kind == "source":
+        marks = [file.path for file in manifest.files if file.root == number]
+    try:
+        return not any(is_there(directory / mark) for mark in marks)
+    except DriveError:
+        return False
 
 
 def unused_places(roots: Sequence[LocatedRoot], places: Sequence[Path]) -> list[Path]:
@@ -242,7 +266,7 @@ def _root_identity(directory: Path, manifest: Manifest) -> str | None:
     DamageError when the file cannot be understood, or is this container's but not what it must be.
     """
     path = directory / ROOT_NAME
-    if not path.exists():
+    if not is_there(path):
         return None
     try:
         document = json.loads(_read_small(path))
@@ -273,7 +297,7 @@ def check_sizes(manifest: Manifest, roots: Sequence[LocatedRoot]) -> None:
         path = roots[file.root].directory / file.path
         try:
             size = path.stat().st_size
-        except FileNotFoundError:
+        except NOT_THERE:
             raise DamageError(
                 "data file is missing", path=path, advice="Restore it, or repack; k3-verify lists all findings"
             ) from None
@@ -297,7 +321,7 @@ def check_catalog(home: Path, manifest: Manifest) -> None:
             while chunk := file.read(1 << 20):
                 hasher.update(chunk)
                 size += len(chunk)
-    except FileNotFoundError:
+    except NOT_THERE:
         raise DamageError("catalog is missing", path=path, advice="Restore it from a copy, or repack") from None
     except OSError as error:
         raise drive_error("cannot read", error, path) from error

@@ -1,4 +1,4 @@
-"""Untrusted text in messages: bounded, and without power over a terminal.
+"""Words of messages: untrusted text, bounded and without power over a terminal, and counts with their noun.
 
 Names and numbers in snapshots are anybody's; a message must neither be flooded by them nor forged.
 Pure functions, safe to use from any thread.
@@ -28,3 +28,8 @@ def is_plain(name: str) -> bool:
 def shown_name(name: str) -> str:
     """A name itself if it is plain, else as `shown`."""
     return name if is_plain(name) else shown(name)
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun: "1 finding", "2 findings", "1,000 findings"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

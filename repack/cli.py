@@ -24,16 +24,17 @@ from k3.container.console import (
 from k3.container.errors import ExitCode
 from k3.container.option_types import SizeType, directories_option, short
 from k3.container.recipe import MATRIX_ENCODINGS, Recipe
+from k3.container.wording import counted
 from k3.repack import interrupts
-from k3.repack.compare import Comparison
+from k3.repack.comparison import Cause, Comparison
 from k3.repack.plan import Plan
 from k3.repack.preflight import DriveNeed, check_file_sizes, check_space, drive_needs, estimate
 from k3.repack.request import RepackRequest
 from k3.repack.run import RepackResult, Watcher, open_source, plan_for, repack, root_directories, verify_full
 
 _CODES = (
-    ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.SOURCE, ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE,
-    ExitCode.SPACE, ExitCode.RESUME, ExitCode.INTERRUPTED,
+    ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.SOURCE, ExitCode.INCOMPLETE, ExitCode.NOT_A_CONTAINER,
+    ExitCode.DRIVE, ExitCode.SPACE, ExitCode.RESUME, ExitCode.INTERRUPTED,
 )  # fmt: skip
 _BITS = click.Choice([str(bits) for bits in MATRIX_ENCODINGS])
 _INTERRUPTED = "nothing is lost; run the same command again to continue"
@@ -255,7 +256,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _print_verdict(comparison: Comparison, seconds: float, as_json: bool) -> int:
-    read_bytes = comparison.source_bytes + comparison.compared_bytes
+    container, shards = comparison.ledger, comparison.shards
+    read_bytes = shards.proven_bytes + container.proven_bytes
     rate = read_bytes / seconds / 1e9
     way = "past the page cache (O_DIRECT)"
     if comparison.through_page_cache:
@@ -263,28 +265,45 @@ def _print_verdict(comparison: Comparison, seconds: float, as_json: bool) -> int
     if as_json:
         emit_json(
             "summary",
-            verdict="equal" if comparison.equal else "different",
-            compared_bytes=comparison.compared_bytes,
+            verdict=comparison.verdict,
+            exit_code=int(comparison.exit_code),
+            **container.counts(),
+            source_bytes=shards.proven_bytes,
+            source_required_bytes=shards.required_bytes,
             read_bytes=read_bytes,
             seconds=round(seconds, 3),
             gb_per_s=round(rate, 3),
             experts=comparison.experts,
             tensors=comparison.tensors,
             differences=comparison.difference_count,
-            first_differences=[{"problem": d.problem, **d.place()} for d in comparison.differences],
+            first_differences=[
+                {"cause": d.cause.value, "problem": d.problem, **d.place()} for d in comparison.differences
+            ],
             through_page_cache=list(comparison.through_page_cache),
             huge_pages=asdict(comparison.huge_pages),
         )
     else:
         for difference in comparison.differences:
-            click.echo(f"different: {difference}", err=True)
-        verdict = "EQUAL" if comparison.equal else f"NOT EQUAL, {comparison.difference_count} differences"
+            click.echo(f"{difference.cause.value}: {difference}", err=True)
         click.echo(
-            f"verified: {verdict}: {comparison.compared_bytes:,} bytes of {comparison.experts:,} experts and "
-            f"{comparison.tensors:,} tensors compared with the source, "
-            f"{format_size(read_bytes / seconds)}/s read, {way}"
+            f"verified: {_verdict(comparison)}: compared {container.proven_bytes:,} of "
+            f"{container.required_bytes:,} bytes of {counted(comparison.experts, 'expert')} and "
+            f"{counted(comparison.tensors, 'tensor')} with the source, hashed {shards.proven_bytes:,} of its "
+            f"{shards.required_bytes:,} bytes, {format_size(read_bytes / seconds)}/s read, {way}"
         )
-    return ExitCode.OK if comparison.equal else ExitCode.DAMAGED
+    return int(comparison.exit_code)
+
+
+def _verdict(comparison: Comparison) -> str:
+    """The verdict in capitals, with what stands against it."""
+    if comparison.equal:
+        return "EQUAL"
+    different = comparison.counts.get(Cause.DIFFERENT, 0)
+    uncompared = comparison.difference_count - different
+    parts = [counted(different, "difference")] if different or not uncompared else []
+    if uncompared:
+        parts.append(f"{counted(uncompared, 'place')} not compared")
+    return f"{'NOT EQUAL' if different else 'NOT PROVEN'}, {', '.join(parts)}"
 
 
 def _print_plan(request: RepackRequest, as_json: bool) -> int:

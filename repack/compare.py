@@ -3,17 +3,18 @@
 The source streams through the same plan and assembler as in the repack; this destination, instead of writing,
 reads the container back from the drives and compares: experts byte for byte, dense tensors with a fresh
 quantization, headers and small files with what they must be. Nothing is taken from the page cache where the
-drive can be read directly; where it cannot, cached pages are dropped first and the result says so.
+drive can be read directly; where it cannot, cached pages are dropped first and the result says so. Every shard is
+hashed as it passes, and its digest compared with the manifest's. The verdict is `comparison`'s.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,13 +22,26 @@ from k3 import kernels
 from k3.container import checksum
 from k3.container.catalog import CatalogExtent
 from k3.container.direct import Bytes, ReadFile, aligned_buffer, span_bytes
-from k3.container.errors import DriveError, K3Error
-from k3.container.huge_pages import HugePages, huge_pages
+from k3.container.errors import DriveError
+from k3.container.huge_pages import huge_pages
 from k3.container.keys import ExpertKey
 from k3.container.layout import MANIFEST_NAME, ROOT_NAME
-from k3.container.reader import Container
+from k3.container.ledger import Ledger, Tally
+from k3.container.presence import status, was_absent
+from k3.container.reader import Container, went_away
 from k3.repack.assemble import EXPERT_BUFFERS, Assembler
 from k3.repack.buffers import BufferPool
+from k3.repack.comparison import (
+    Cause,
+    Comparison,
+    Difference,
+    Unit,
+    expert_unit,
+    required_shards,
+    required_units,
+    shard_problem,
+    tensor_spans,
+)
 from k3.repack.interrupts import result, submit
 from k3.repack.plan import Plan, PlannedTensor, Span
 from k3.repack.shard_stream import ShardStreamer
@@ -38,56 +52,14 @@ DIFFERENCES_MAX = 1000
 """Differences that are described; further ones are only counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One place where the container is not what the source says it must be."""
-
-    problem: str
-    path: str
-    offset: int | None = None
-    layer: int | None = None
-    expert: int | None = None
-    tensor: str | None = None
-
-    def __str__(self) -> str:
-        return str(K3Error(self.problem, **self.place()))
-
-    def place(self) -> dict[str, Any]:
-        """Where it is, for messages and JSON."""
-        fields = asdict(self)
-        del fields["problem"]
-        return fields
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The verdict. `through_page_cache` are directories that could not be read past the page cache, `huge_pages`
-    what the buffers got."""
-
-    compared_bytes: int
-    source_bytes: int
-    experts: int
-    tensors: int
-    difference_count: int
-    differences: tuple[Difference, ...]
-    through_page_cache: tuple[str, ...]
-    huge_pages: HugePages
-
-    @property
-    def equal(self) -> bool:
-        """Whether the container is proven."""
-        return self.difference_count == 0
-
-
 class CompareDestination:
     """Compares a plan's units with a container. Called from the streaming thread."""
 
     def __init__(self, plan: Plan, container: Container, *, direct: bool = True) -> None:
-        self.compared_bytes = 0
         self.experts: set[ExpertKey] = set()
         self.tensors: set[int] = set()
         self.differences: list[Difference] = []
-        self.difference_count = 0
+        self.counts: Counter[Cause] = Counter()
         self.fell_back: set[str] = set()
         self._plan = plan
         self._container = container
@@ -98,6 +70,10 @@ class CompareDestination:
         largest = max((piece.stored_bytes for layer in plan.layers.values() for piece in layer.pieces), default=0)
         self._buffers = BufferPool(READERS + 1, max(largest, 4 << 20))
         self._tasks: list[Future[None]] = []
+        self._rendered = container.manifest.render()
+        self._tally = Tally(required_units(plan, self._small_sizes()))
+        self._shards = Tally(required_shards(container.manifest, plan.snapshot.shards))
+        self._told: set[Unit | str] = set()  # open units, and names of shards, of which a difference says why
 
     # -- Destination
 
@@ -113,10 +89,10 @@ class CompareDestination:
 
         def work() -> None:
             try:
-                for piece, span, extent in zip(pieces, spans, found, strict=True):
+                for part, (piece, span, extent) in enumerate(zip(pieces, spans, found, strict=True)):
                     start = piece.payload_offset
                     expected = buffer[start : start + piece.stored_bytes]
-                    self._range(span.file, span.offset, expected, extent.digest, key, name)
+                    self._range(expert_unit(key, part), span, span.offset, expected, extent.digest, key, name)
             finally:
                 pool.give(buffer)
 
@@ -127,21 +103,24 @@ class CompareDestination:
         """The expert is the source itself: its digests must be the catalog's."""
         found = self._extents(key)
         if self._same_places(found, self._plan.expert_spans(key), key):
-            for extent, digest in zip(found, digests, strict=True):
-                self._count(extent.payload_bytes)
-                if extent.digest != digest:
+            for part, (extent, digest) in enumerate(zip(found, digests, strict=True)):
+                unit = expert_unit(key, part)
+                if extent.digest == digest:
+                    self._tally.settle(unit)
+                else:
                     path = self._container.file_path(extent.file)
-                    self._differ("source bytes do not match the catalog's digest", path, extent.offset, key)
+                    self._differ(unit, "source bytes do not match the catalog's digest", path, extent.offset, key)
             self.experts.add(key)
 
     def dense_block(
         self, tensor: PlannedTensor, span: Span, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
     ) -> None:
         """Compare whole pages of the dense blob."""
+        unit = Unit("tensor", tensor.position, part=tensor_spans(tensor).index(span))
 
         def work() -> None:
             try:
-                self._range(span.file, offset, data, None, None, tensor.source.name)
+                self._range(unit, span, offset, data, None, None, tensor.source.name)
             finally:
                 pool.give(buffer)
 
@@ -151,17 +130,24 @@ class CompareDestination:
         """A fresh quantization's digests must be the catalog's."""
         name = tensor.source.name
         path = self._container.file_path(0)
+        entry_unit = Unit("entry", tensor.position)
+        planned = tensor_spans(tensor)
+        for part, span in enumerate(planned):
+            if not span.stored_bytes:  # a tensor without elements: no block will come
+                self._tally.settle(Unit("tensor", tensor.position, part=part))
         try:
             entry = self._container.tensor(name)
         except KeyError:
-            self._differ("catalog has no such tensor", path, None, None, name)
+            self._differ(entry_unit, "catalog has no such tensor", path, None, None, name)
             return
         catalogued = [entry.weights, *([] if entry.scales is None else [entry.scales])]
-        planned = [tensor.weights, *([] if tensor.scales is None else [tensor.scales])]
         if [_place(item) for item in catalogued] != [_place(span) for span in planned]:
-            self._differ("catalog points elsewhere than the source's plan", path, None, None, name)
+            self._differ(entry_unit, "catalog points elsewhere than the source's plan", path, None, None, name)
         elif tuple(item.digest for item in catalogued) != digests:
-            self._differ("digest differs from a fresh quantization", path, tensor.weights.offset, None, name)
+            problem = "digest differs from a fresh quantization"
+            self._differ(entry_unit, problem, path, tensor.weights.offset, None, name)
+        else:
+            self._tally.settle(entry_unit)
         self.tensors.add(tensor.position)
 
     def drain(self) -> None:
@@ -179,18 +165,28 @@ class CompareDestination:
         """What the container is read into."""
         return self._buffers.made
 
+    def shard(self, number: int, sha256: str) -> None:
+        """Compare the digest of a shard that was read whole with the manifest's."""
+        shard = self._plan.snapshot.shards[number]
+        problem = shard_problem(self._container.manifest, shard, sha256)
+        if problem is None:
+            self._shards.settle(shard.name)
+        else:
+            self._differ(shard.name, problem, shard.path, None, None)
+
     def header(self, number: int) -> None:
         """Compare a written file's header with the plan's."""
         expected = np.frombuffer(self._plan.header(number), np.uint8)
+        span = Span(number, 0, len(expected), len(expected))
         for start in range(0, len(expected), self._buffers.nbytes):
-            self._range(number, start, expected[start : start + self._buffers.nbytes], None, None, None)
+            block = expected[start : start + self._buffers.nbytes]
+            self._range(Unit("header", number), span, start, block, None, None, None)
 
     def small_files(self) -> None:
         """Compare text files with the source's; manifest, catalog and root files with what they must be."""
         manifest = self._container.manifest
         home = self._container.home
-        rendered = manifest.render()
-        self._small(home / MANIFEST_NAME, checksum.digest(rendered).hex(), rendered)
+        self._small(home / MANIFEST_NAME, checksum.digest(self._rendered).hex(), self._rendered)
         self._small(home / manifest.catalog.path, manifest.catalog.digest, None)
         for small in manifest.text_files:
             source = self._plan.snapshot.text_file(small.path)
@@ -201,33 +197,64 @@ class CompareDestination:
                 self._small(located.directory / ROOT_NAME, located.root.root_file_digest, None)
 
     def completeness(self) -> None:
-        """Whatever the plan holds must have been compared."""
-        for key in self._plan.experts():
-            if key not in self.experts:
-                self._differ(
-                    "expert was not compared: the source never gave it whole", self._container.home, None, key
-                )
-        for tensor in self._plan.tensors:
-            if tensor.position not in self.tensors:
-                name = tensor.source.name
-                self._differ(
-                    "tensor was not compared: the source never gave it", self._container.home, None, None, name
-                )
+        """Whatever had to be compared and was not, and of which no difference says why, is one more difference."""
+        for unit in self._tally.ledger().open():
+            if unit not in self._told:
+                self._not_compared(unit)
+        for name in self._shards.ledger().open():
+            if name not in self._told:
+                problem = "the container was made from this shard, which the source does not have"
+                self._differ(name, problem, Path(name), None, None)
+
+    def ledgers(self) -> tuple[Ledger[Unit], Ledger[str]]:
+        """What was compared so far of the container and of the source's shards."""
+        return self._tally.ledger(), self._shards.ledger()
+
+    def _not_compared(self, unit: Unit) -> None:
+        path, key, name = self._container.home, None, None
+        problem = "was not compared"
+        if unit.kind == "header":
+            path = self._container.file_path(unit.number)
+            problem = "header was not compared"
+        elif unit.kind == "expert":
+            key = ExpertKey(unit.number, unit.expert)
+            problem = "expert was not compared: the source never gave it whole"
+        elif unit.kind == "small":
+            path = Path(unit.name)
+        else:
+            name = self._plan.tensors[unit.number].source.name
+            problem = "tensor was not compared: the source never gave it"
+        self._differ(unit, problem, path, None, key, name, cause=Cause.UNREADABLE)
+
+    def _small_sizes(self) -> dict[str, int]:
+        """Bytes of every small file by path. Of a root.json the manifest has only the digest."""
+        manifest = self._container.manifest
+        home = self._container.home
+        sizes = {str(home / MANIFEST_NAME): len(self._rendered)}
+        sizes |= {str(home / small.path): small.bytes for small in (*manifest.text_files, manifest.catalog)}
+        for located in self._container.roots:
+            if located.root.root_file_digest is not None:
+                path = located.directory / ROOT_NAME
+                found = status(path)
+                sizes[str(path)] = 0 if found is None else found.st_size
+        return sizes
 
     def _small(self, path: Path, digest: str, expected: bytes | None) -> None:
         """Read a small file back from the drive, whole, and compare it."""
+        unit = Unit("small", name=str(path))
         try:
             with self._open(path) as file:
                 buffer = aligned_buffer(span_bytes(0, file.size_bytes))
                 data = file.read(0, file.size_bytes, buffer).tobytes()
         except DriveError as error:
-            self._differ(f"cannot be compared: {error.problem}", path, error.offset, None)
+            self._unreadable(unit, error, path, None, None)
             return
         if expected is not None and data != expected:
-            self._differ("file differs from the source's", path, None, None)
+            self._differ(unit, "file differs from the source's", path, None, None)
         elif checksum.digest(data).hex() != digest:
-            self._differ("file does not match its digest", path, None, None)
-        self._count(len(data))
+            self._differ(unit, "file does not match its digest", path, None, None)
+        else:
+            self._tally.settle(unit)
 
     def close(self) -> None:
         """End the threads and close the files."""
@@ -248,20 +275,24 @@ class CompareDestination:
         if [_place(extent) for extent in found] == [_place(span) for span in spans]:
             return True
         problem = "catalog points elsewhere than the source's plan" if found else "catalog has no such expert"
-        self._differ(problem, self._container.home, None, key)
+        for part in range(len(spans)):
+            self._told.add(expert_unit(key, part))
+        self._differ(expert_unit(key, 0), problem, self._container.home, None, key)
         self.experts.add(key)
         return False
 
     def _range(
         self,
-        number: int,
+        unit: Unit,
+        span: Span,
         offset: int,
         expected: Bytes,
         digest: bytes | None,
         key: ExpertKey | None,
         name: str | None,
     ) -> None:
-        """Read a range of a container file back and compare it; differences are recorded, not raised."""
+        """Read a range of a unit's span back and compare it; differences are recorded, not raised."""
+        number = span.file
         path = self._container.file_path(number)
         buffer = self._buffers.take()
         try:
@@ -269,12 +300,14 @@ class CompareDestination:
             index = kernels.first_difference(actual, np.ascontiguousarray(expected))
             if index >= 0:
                 what = self._tensor_at(key, name, number, offset + index)
-                self._differ("byte differs from the source", path, offset + index, key, what)
+                self._differ(unit, "byte differs from the source", path, offset + index, key, what)
             elif digest is not None and checksum.digest(actual.data) != digest:
-                self._differ("bytes equal the source, but the catalog's digest does not", path, offset, key, name)
-            self._count(len(expected))
+                problem = "bytes equal the source, but the catalog's digest does not"
+                self._differ(unit, problem, path, offset, key, name)
+            else:
+                self._tally.settle(unit, offset - span.offset, offset - span.offset + len(expected))
         except DriveError as error:
-            self._differ(f"cannot be compared: {error.problem}", path, error.offset, key, name)
+            self._unreadable(unit, error, path, key, name)
         finally:
             self._buffers.give(buffer)
 
@@ -302,22 +335,44 @@ class CompareDestination:
         """A file to be read from its drive: past the page cache, or with its pages dropped and that noted."""
         file = ReadFile(path, direct=self._direct)
         if not file.direct:
-            file.drop_cache()
+            try:
+                file.drop_cache()
+            except DriveError:
+                file.close()
+                raise
             self.fell_back.add(str(path.parent))
         return file
 
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self.compared_bytes += nbytes
+    def _unreadable(
+        self, unit: Unit, error: DriveError, path: Path, key: ExpertKey | None, name: str | None
+    ) -> None:
+        """Record that something could not be compared: the file, its root, or the drive does not give it."""
+        cause = Cause.UNREADABLE
+        if was_absent(error):
+            roots = [r for r in self._container.roots if r.directory in path.parents]
+            if any(went_away(r.number, self._container.manifest, r.directory) for r in roots):
+                cause = Cause.GONE
+            elif unit.kind == "small":  # data files were there when the container was opened
+                cause = Cause.DIFFERENT
+        self._differ(unit, f"cannot be compared: {error.problem}", path, error.offset, key, name, cause=cause)
 
     def _differ(
-        self, problem: str, path: Path, offset: int | None, key: ExpertKey | None, name: str | None = None
+        self,
+        unit: Unit | str,
+        problem: str,
+        path: Path,
+        offset: int | None,
+        key: ExpertKey | None,
+        name: str | None = None,
+        *,
+        cause: Cause = Cause.DIFFERENT,
     ) -> None:
         layer, expert = (None, None) if key is None else (key.layer, key.expert)
         with self._lock:
-            self.difference_count += 1
+            self._told.add(unit)
+            self.counts[cause] += 1
             if len(self.differences) < DIFFERENCES_MAX:
-                self.differences.append(Difference(problem, str(path), offset, layer, expert, name))
+                self.differences.append(Difference(problem, str(path), offset, layer, expert, name, cause))
 
 
 def _place(item: CatalogExtent | Span) -> tuple[int, int, int, int]:
@@ -346,8 +401,10 @@ def compare_with_source(
         try:
             for number, shard in enumerate(plan.snapshot.shards):
                 on_shard(shard.name)
-                assembler.shard(number, None, on_bytes)
+                sha256 = hashlib.sha256()
+                assembler.shard(number, sha256, on_bytes)
                 destination.drain()
+                destination.shard(number, sha256.hexdigest())
             for number, file in enumerate(plan.files):
                 if file.kind != "source":
                     destination.header(number)
@@ -357,12 +414,13 @@ def compare_with_source(
         finally:
             assembler.close()
             destination.close()
+    ledger, shards = destination.ledgers()
     return Comparison(
-        compared_bytes=destination.compared_bytes,
-        source_bytes=plan.read_bytes,
+        ledger=ledger,
+        shards=shards,
         experts=len(destination.experts),
         tensors=len(destination.tensors),
-        difference_count=destination.difference_count,
+        counts=dict(destination.counts),
         differences=tuple(destination.differences),
         through_page_cache=tuple(sorted({*destination.fell_back, *(str(p.parent) for p in streamer.fell_back)})),
         huge_pages=granted,

@@ -29,7 +29,9 @@ from k3.container.reader import Container
 from k3.container.regular_file import RegularFile
 from k3.container.snapshot import Snapshot
 from k3.repack.assemble import Assembler
-from k3.repack.compare import Comparison, compare_with_source
+from k3.repack.compare import compare_with_source
+from k3.repack.comparison import Comparison
+from k3.repack.durable import refuse_unfinished
 from k3.repack.existing import is_in_place, recognise, refuse_foreign_files
 from k3.repack.journal import Journal, ShardRecord
 from k3.repack.lock import RootLocks
@@ -134,6 +136,7 @@ def _repack_locked(request: RepackRequest, snapshot: Snapshot, watcher: Watcher)
         sync_directory(request.home)
         checked = _resume(plan, directories, journal, request, watcher) if continues else None
         read_bytes, written_bytes, granted = _stream(plan, directories, journal, request, watcher)
+        refuse_unfinished(plan, journal)
         finish_data_files(plan, directories, direct=request.direct)
         manifest = publish(plan, directories, journal, probes)
     finally:

@@ -1,7 +1,8 @@
 """The last grade for bytes: the container against a second reading of the snapshot that it was made from.
 
-The comparison itself is the repacker's own plan with another destination (`repack.compare`). Here a container's
-manifest is turned back into that plan, and the differences into findings.
+The comparison itself is the repacker's own plan with another destination (`repack.compare`), which also hashes
+every shard and compares it with the manifest. Here a container's manifest is turned back into that plan, and the
+differences into findings.
 """
 
 from __future__ import annotations
@@ -13,25 +14,31 @@ from pathlib import Path
 from k3.container.errors import ContainerError
 from k3.container.huge_pages import HugePages
 from k3.container.layout import MANIFEST_NAME
+from k3.container.ledger import Ledger
 from k3.container.manifest import Manifest
 from k3.container.reader import Container
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
 from k3.repack.compare import compare_with_source
+from k3.repack.comparison import Cause, Unit
 from k3.repack.plan import Plan
 from k3.verify.finding import Finding, Kind
 
 _SCRATCH_NAME = "k3-verify-scratch.partial"
+_KINDS = {Cause.DIFFERENT: Kind.DIFFERENT, Cause.GONE: Kind.INCOMPLETE, Cause.UNREADABLE: Kind.UNREADABLE}
 
 
 @dataclass
 class SourceCheck:
-    """What was compared and what differs. `differences` counts also those that `findings` has no room for."""
+    """What was compared and what differs. `differences` counts also those that `findings` has no room for.
 
+    `ledger` has the container's bytes, `shards` the source's.
+    """
+
+    ledger: Ledger[Unit]
+    shards: Ledger[str]
     findings: list[Finding] = field(default_factory=list)
     differences: int = 0
-    compared_bytes: int = 0
-    source_bytes: int = 0
     experts: int = 0
     tensors: int = 0
     through_page_cache: set[str] = field(default_factory=set)
@@ -75,8 +82,6 @@ def check_against_source(
 
     SourceError for a snapshot that is not sound, ContainerError for a container that cannot be opened.
     """
-    check = SourceCheck(findings=_other_shards(manifest, snapshot, home))
-    check.differences = len(check.findings)
     container = Container.open(home, (*places, *snapshot.directories))
     try:
         comparison = compare_with_source(
@@ -89,31 +94,13 @@ def check_against_source(
         )
     finally:
         container.close()
-    for difference in comparison.differences:
-        check.findings.append(Finding(Kind.DIFFERENT, difference.problem, **difference.place()))
-    check.differences += comparison.difference_count
-    check.compared_bytes = comparison.compared_bytes
-    check.source_bytes = comparison.source_bytes
-    check.experts = comparison.experts
-    check.tensors = comparison.tensors
-    check.through_page_cache = set(comparison.through_page_cache)
-    check.huge_pages = comparison.huge_pages
-    return check
-
-
-def _other_shards(manifest: Manifest, snapshot: Snapshot, home: Path) -> list[Finding]:
-    """Shards that are visibly not those of the manifest: another name, size or published digest."""
-    findings = []
-    recorded = {shard.name: shard for shard in manifest.source}
-    for shard in snapshot.shards:
-        known = recorded.get(shard.name)
-        problem = None
-        if known is None:
-            problem = "the container was made without this shard"
-        elif known.bytes != shard.size_bytes:
-            problem = f"shard has {shard.size_bytes} bytes, the container was made from one of {known.bytes}"
-        elif shard.blob_sha256 not in (None, known.sha256):
-            problem = f"shard is published as {shard.blob_sha256}, the container was made from {known.sha256}"
-        if problem is not None:
-            findings.append(Finding(Kind.DIFFERENT, problem, str(shard.path)))
-    return findings
+    return SourceCheck(
+        ledger=comparison.ledger,
+        shards=comparison.shards,
+        findings=[Finding(_KINDS[item.cause], item.problem, **item.place()) for item in comparison.differences],
+        differences=comparison.difference_count,
+        experts=comparison.experts,
+        tensors=comparison.tensors,
+        through_page_cache=set(comparison.through_page_cache),
+        huge_pages=comparison.huge_pages,
+    )

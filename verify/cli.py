@@ -77,18 +77,22 @@ def main(
     Without options, its structure: every file is there, has its size, and every byte of it belongs to something
     with a digest. This takes seconds. --read-data reads bytes back from the drives and compares digests: a
     part (1/5 to 5/5 cover everything), a share, a size, or all. --source reads the original snapshot again and
-    compares everything with it.
+    compares everything with it. Exit code 0 says that all of what was asked for was compared and is right.
     """
 
     def body() -> int:
         structure = check_structure(container, (*dirs, *source))
         report = Report(str(container), fail_on_extra=fail_on_extra, findings=structure.findings)
+        asked = {"structure": True, "data": selection is not None, "source": source, "shards": source}
+        report.ledgers = {grade: None for grade, wanted in asked.items() if wanted}
         if structure.manifest is not None:
+            ledger = report.ledgers["structure"] = structure.tally.ledger()
             report.container = structure.manifest.container
             report.structure = {
-                "files": structure.files,
+                "files": ledger.proven_units,
                 "extents": len(structure.targets),
-                "read_bytes": structure.read_bytes,
+                "read_bytes": ledger.proven_bytes,
+                **ledger.counts(),
             }
             _show_findings(report, as_json)
             if selection is not None:
@@ -114,17 +118,21 @@ def _read_data(
         check = check_bytes(structure, targets, direct=direct, on_bytes=progress.advance)
     finally:
         progress.close()
+    if structure.catalogued:  # else nobody knows what there is to read
+        report.ledgers["data"] = check.ledger
     report.findings += check.findings
     report.through_page_cache |= check.through_page_cache
     report.huge_pages += check.huge_pages
+    nbytes = check.ledger.proven_bytes
     report.data = {
         "selection": str(selection),
         "seed": seed,
-        "extents": check.extents,
-        "read_bytes": check.read_bytes,
+        "extents": check.ledger.proven_units,
+        "read_bytes": nbytes,
         "skipped": check.skipped,
         "elapsed_s": round(check.elapsed_s, 3),
-        "gb_per_s": round(check.read_bytes / check.elapsed_s / 1e9, 3) if check.elapsed_s > 0 else None,
+        "gb_per_s": round(nbytes / check.elapsed_s / 1e9, 3) if check.elapsed_s > 0 else None,
+        **check.ledger.counts(),
     }
 
 
@@ -163,12 +171,14 @@ def _compare(
     report.uncounted += check.differences - len(check.findings)
     report.through_page_cache |= check.through_page_cache
     report.huge_pages += check.huge_pages
+    report.ledgers["source"], report.ledgers["shards"] = check.ledger, check.shards
     report.source = {
         "experts": check.experts,
         "tensors": check.tensors,
-        "compared_bytes": check.compared_bytes,
-        "source_bytes": check.source_bytes,
+        "source_bytes": check.shards.proven_bytes,
+        "source_required_bytes": check.shards.required_bytes,
         "differences": check.differences,
+        **check.ledger.counts(),
     }
 
 

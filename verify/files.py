@@ -1,11 +1,14 @@
 """Checks of single files and of directory listings: is it there, is it whole, does its digest hold.
 
-Functions without state; each returns findings and raises nothing for what a drive or a user can do.
+Functions without state; each returns what it proved and found, and raises nothing for what a drive or a user can
+do.
 """
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +25,31 @@ from k3.container.layout import (
     PARTIAL_SUFFIX,
 )
 from k3.container.manifest import DataFile, Manifest
+from k3.container.presence import NOT_THERE
 from k3.verify.finding import Finding, Kind, finding_of
 
 RESTORE = "Restore it from a copy, or repack"
 _CHUNK_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The outcome of one check. `equal` is set by the comparison itself: no findings alone prove nothing."""
+
+    findings: list[Finding] = field(default_factory=list)
+    equal: bool = False
+
+
 def check_size(path: Path, nbytes: int, *, root: int) -> tuple[int | None, list[Finding]]:
     """The size of a file that should have `nbytes`, None when it cannot be read, and what is wrong with it."""
     try:
-        size = path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
+        status = path.stat()
+    except NOT_THERE:
         return None, [Finding(Kind.MISSING, "file is missing", str(path), root=root, advice=RESTORE)]
     except OSError as error:
         return None, [finding_of(drive_error("cannot look at", error, path), Kind.UNREADABLE, root=root)]
-    if not path.is_file():
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
         return None, [Finding(Kind.MISSING, "not a file", str(path), root=root, advice=RESTORE)]
     if size < nbytes:
         problem = f"file has {size} bytes instead of {nbytes}: {nbytes - size} are missing at the end"
@@ -47,44 +60,46 @@ def check_size(path: Path, nbytes: int, *, root: int) -> tuple[int | None, list[
     return size, []
 
 
-def check_small_file(path: Path, digest: str, nbytes: int | None, *, root: int) -> list[Finding]:
+def check_small_file(path: Path, digest: str, nbytes: int | None, *, root: int) -> Checked:
     """A file that has one digest over all of it; `nbytes` None when its size is not recorded."""
     if nbytes is not None:
         size, findings = check_size(path, nbytes, root=root)
         if findings or size is None:
-            return findings
+            return Checked(findings)
     hasher = checksum.Hasher()
     try:
         with open(path, "rb", buffering=0) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 hasher.update(chunk)
-    except FileNotFoundError:
-        return [Finding(Kind.MISSING, "file is missing", str(path), root=root, advice=RESTORE)]
+    except NOT_THERE:
+        return Checked([Finding(Kind.MISSING, "file is missing", str(path), root=root, advice=RESTORE)])
     except OSError as error:
-        return [finding_of(drive_error("cannot read", error, path), Kind.UNREADABLE, root=root)]
+        return Checked([finding_of(drive_error("cannot read", error, path), Kind.UNREADABLE, root=root)])
     if hasher.hexdigest() == digest:
-        return []
+        return Checked(equal=True)
     problem = f"file has digest {hasher.hexdigest()} instead of {digest}"
-    return [Finding(Kind.DAMAGED, problem, str(path), root=root, advice=RESTORE)]
+    return Checked([Finding(Kind.DAMAGED, problem, str(path), root=root, advice=RESTORE)])
 
 
-def check_data_file(path: Path, file: DataFile, expected_header: Callable[[], bytes] | None) -> list[Finding]:
+def check_data_file(path: Path, file: DataFile, expected_header: Callable[[], bytes] | None) -> Checked:
     """A data file's size, and its header byte for byte; its content is another grade's business.
 
     `expected_header` gives the header that the format prescribes, None when the catalog could not be used.
     """
     size, findings = check_size(path, file.bytes, root=file.root)
-    if size is None or file.header_bytes == 0 or size < file.header_bytes:
-        return findings
+    if file.header_bytes == 0:  # a shard of the source: nothing but its size is looked at here
+        return Checked(findings, equal=size == file.bytes)
+    if size is None or size < file.header_bytes:
+        return Checked(findings)
     try:
         with ReadFile(path) as opened:
             if not opened.direct:
                 opened.drop_cache()
             found = opened.read(0, file.header_bytes, aligned_buffer(file.header_bytes))
     except DriveError as error:
-        return [*findings, finding_of(error, Kind.UNREADABLE, root=file.root)]
+        return Checked([*findings, finding_of(error, Kind.UNREADABLE, root=file.root)])
     if checksum.digest(found).hex() == file.header_digest:
-        return findings
+        return Checked(findings, equal=size == file.bytes)
     offset = 0
     if expected_header is not None:
         right = np.frombuffer(expected_header(), np.uint8)
@@ -94,7 +109,7 @@ def check_data_file(path: Path, file: DataFile, expected_header: Callable[[], by
     findings.append(
         Finding(Kind.DAMAGED, problem, str(path), offset, file.header_bytes, file.root, advice=RESTORE)
     )
-    return findings
+    return Checked(findings)
 
 
 def find_extras(home: Path, manifest: Manifest, directories: Sequence[Path | None]) -> list[Finding]:
@@ -115,7 +130,16 @@ def find_extras(home: Path, manifest: Manifest, directories: Sequence[Path | Non
     for number, (root, directory) in enumerate(zip(manifest.roots, directories, strict=True)):
         if directory is None or root.kind == "source":
             continue
-        for path in [*_entries(directory), *_entries(directory / EXPERTS_DIRECTORY)]:
+        entries: list[Path] = []
+        for place in (directory, directory / EXPERTS_DIRECTORY):
+            try:
+                entries += sorted(place.iterdir())
+            except NOT_THERE:  # what should be in it is reported as missing, file by file
+                continue
+            except OSError as error:
+                refused = drive_error("cannot list the directory", error, place)
+                findings.append(finding_of(refused, Kind.UNREADABLE, root=number))
+        for path in entries:
             if path in wanted or path == directory / EXPERTS_DIRECTORY or _holds(path, roots):
                 continue
             leftover = path.suffix == PARTIAL_SUFFIX or path.name == JOURNAL_NAME
@@ -129,10 +153,3 @@ def find_extras(home: Path, manifest: Manifest, directories: Sequence[Path | Non
 def _holds(path: Path, roots: set[Path]) -> bool:
     """Whether a path is a root, or a directory that a root lies in."""
     return any(path == root or path in root.parents for root in roots)
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except OSError:
-        return []  # what should be in it is reported as missing or unreadable, file by file

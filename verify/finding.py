@@ -1,6 +1,6 @@
 """What a check found: a kind, a place, a sentence. Immutable values; no I/O.
 
-A finding is not an error: checks keep going and collect. `Report.exit_code` is what a command ends with.
+A finding is not an error: checks keep going and collect. What a command ends with is decided by `verdict`.
 """
 
 from __future__ import annotations

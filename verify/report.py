@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from k3.container.console import format_size
 from k3.container.errors import ExitCode
 from k3.container.huge_pages import HugePages
-from k3.verify.finding import Finding, Severity, exit_code
+from k3.container.ledger import Ledger
+from k3.container.wording import counted
+from k3.verify.finding import Finding, Severity
+from k3.verify.verdict import verdict
 
 FINDINGS_MAX = 1000
 """Findings that are printed one by one; further ones are only counted."""
@@ -18,13 +20,18 @@ FINDINGS_MAX = 1000
 
 @dataclass
 class Report:
-    """The whole result. `structure`, `data` and `source` say what each grade looked at; None: not asked for."""
+    """The whole result. `structure`, `data` and `source` say what each grade looked at; None: not asked for.
+
+    `ledgers` has an entry for each grade that was asked for, from the moment it was; None as long as the grade has
+    not come to its end. Nothing is sound before all of them are complete.
+    """
 
     path: str
     container: str | None = None  # UUID; None when the manifest is damaged
     fail_on_extra: bool = False
     findings: list[Finding] = field(default_factory=list)
     uncounted: int = 0  # findings that are not even in the list
+    ledgers: dict[str, Ledger[Any] | None] = field(default_factory=dict)
     structure: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] | None = None
     source: dict[str, Any] | None = None
@@ -36,7 +43,7 @@ class Report:
     @property
     def exit_code(self) -> ExitCode:
         """What the command ends with."""
-        return exit_code(self.findings, fail_on_extra=self.fail_on_extra)
+        return verdict(self.findings, self.ledgers, fail_on_extra=self.fail_on_extra)
 
     def summary(self) -> dict[str, Any]:
         """The last JSON line: verdict, counts by kind, what was checked."""
@@ -68,15 +75,17 @@ class Report:
             yield f"... and {more} more"
         if self.structure:
             yield (
-                f"structure: {self.structure['files']} files, {self.structure['extents']} extents, "
-                f"{format_size(self.structure['read_bytes'])} read"
+                f"structure: {counted(self.structure['files'], 'file')}, "
+                f"{counted(self.structure['extents'], 'extent')}; {_compared(self.structure)} of headers and "
+                "small files"
             )
         if self.data is not None:
             yield _data_line(self.data)
         if self.source is not None:
             yield (
-                f"source: {self.source['experts']} experts and {self.source['tensors']} dense tensors compared, "
-                f"{format_size(self.source['compared_bytes'])} against {format_size(self.source['source_bytes'])}"
+                f"source: {counted(self.source['experts'], 'expert')} and "
+                f"{counted(self.source['tensors'], 'dense tensor')}; {_compared(self.source)} of the container, "
+                f"hashed {self.source['source_bytes']:,} of {self.source['source_required_bytes']:,} of the source"
             )
         if self.not_compared is not None:
             yield f"source: not compared, since the container cannot be opened: {self.not_compared}"
@@ -89,22 +98,27 @@ class Report:
     def _verdict(self) -> str:
         errors = sum(finding.severity is Severity.ERROR for finding in self.findings) + self.uncounted
         warnings = sum(finding.severity is Severity.WARNING for finding in self.findings)
-        noted = f", {warnings} warnings" if warnings else ""
+        noted = f", {counted(warnings, 'warning')}" if warnings else ""
         if self.exit_code is not ExitCode.OK:
-            return f"NOT SOUND: {errors} findings{noted}"
+            return f"NOT SOUND: {counted(errors, 'finding')}{noted}"
         if self.source is not None:
             return f"sound: every byte is the source's{noted}"
         if self.data is None:
-            return f"sound as far as looked at: structure only{noted}; --read-data reads the bytes back"
-        if self.data["extents"] < self.structure["extents"]:
-            return f"sound as far as looked at: a sample{noted}"
+            return f"structure OK{noted}; data not read (use --read-data)"
+        read, there = self.data["compared_units"], self.structure["extents"]
+        if read < there:
+            return f"sound in the sample: {read:,} of {counted(there, 'extent')}{noted}; the rest was not read"
         return f"sound: every byte matches its digest{noted}"
+
+
+def _compared(totals: dict[str, Any]) -> str:
+    return f"compared {totals['compared_bytes']:,} of {totals['required_bytes']:,} bytes"
 
 
 def _data_line(data: dict[str, Any]) -> str:
     rate = f" at {data['gb_per_s']:.2f} GB/s" if data["gb_per_s"] else ""
-    skipped = f", {data['skipped']} extents are not there to be read" if data["skipped"] else ""
+    skipped = f", {counted(data['skipped'], 'extent')} could not be read" if data["skipped"] else ""
     return (
-        f"data: {data['extents']} extents, {format_size(data['read_bytes'])} read{rate} "
-        f"({data['selection']}, seed {data['seed']}){skipped}"
+        f"data: {_compared(data)}, {data['compared_units']:,} of {counted(data['required_units'], 'extent')}"
+        f"{rate} ({data['selection']}, seed {data['seed']}){skipped}"
     )

@@ -2,20 +2,25 @@
 
 Unlike the reader, which needs all of them, a check wants to know which are missing, which changed places, and
 what can still be looked at. Whether a root.json is sound is the structure check's business; here a damaged one
-only means that a root is taken to be where the manifest says.
+only means that a root is taken to be where the manifest says. A place that cannot be looked at (no rights, a drive
+that fails) is not an empty one: a root that was not found is then unreadable, not absent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from k3.container.direct import drive_error
+from k3.container.errors import DriveError
 from k3.container.hf_cache import possible_snapshots
 from k3.container.layout import EXPERTS_DIRECTORY, ROOT_NAME
 from k3.container.manifest import Manifest
+from k3.container.presence import NOT_THERE, is_directory, is_there
 from k3.container.reader import recorded_places
-from k3.verify.finding import Finding, Kind
+from k3.verify.finding import Finding, Kind, finding_of
 
 _MOUNT = "Mount the drive, or name its directory with --dirs"
 
@@ -29,59 +34,95 @@ def find_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[
     """
     hints = recorded_places(home, manifest)
     places = [directory for place in places for directory in possible_snapshots(place)]
+    claims = {candidate: _claims(candidate) for candidate in [*places, *hints]}
+    refused = [claim.refused for claim in claims.values() if claim.refused is not None]
     by_uuid: dict[str, Path] = {}
-    for candidate in [*places, *hints]:
-        by_uuid.setdefault(_claims(candidate)[1], candidate)
+    for candidate, claim in claims.items():
+        by_uuid.setdefault(claim.root, candidate)
     located: list[Path | None] = []
     findings = []
     for number, root in enumerate(manifest.roots):
         directory: Path | None = home
-        if root.kind == "drive":
-            directory = by_uuid.get(root.uuid) or _by_hint(hints[number], manifest)
-        elif root.kind == "source":
-            directory = _fullest(number, manifest, [*places, hints[number]])
+        hint = hints[number]
+        try:
+            if root.kind == "drive":
+                directory = by_uuid.get(root.uuid) or _by_hint(hint, claims[hint], manifest)
+            elif root.kind == "source":
+                directory = _fullest(number, manifest, [*places, hint])
+        except DriveError as error:
+            directory = None
+            refused.append(error)
         located.append(directory)
         if directory is None:
-            findings.append(_not_there(number, manifest, hints[number]))
+            findings.append(_not_there(number, manifest, hint, claims[hint], refused))
     return located, findings
 
 
-def _by_hint(hint: Path, manifest: Manifest) -> Path | None:
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """The container and root UUIDs that a directory's root.json gives; empty where it gives none.
+
+    `refused` is the error of a file that could not be read; that there is none is no error.
+    """
+
+    container: str = ""
+    root: str = ""
+    refused: DriveError | None = None
+
+
+def _by_hint(hint: Path, claim: _Claim, manifest: Manifest) -> Path | None:
     """The recorded place, if it looks like a root of this container whose root.json is damaged or lost."""
-    container, uuid = _claims(hint)
-    if uuid in {root.uuid for root in manifest.roots}:
+    if claim.root in {root.uuid for root in manifest.roots}:
         return None  # it is another root
-    if container == manifest.container or uuid == "":
-        return hint if (hint / EXPERTS_DIRECTORY).is_dir() else None
+    if claim.container == manifest.container or claim.root == "":
+        return hint if is_directory(hint / EXPERTS_DIRECTORY) else None
     return None  # it is another container's
 
 
 def _fullest(number: int, manifest: Manifest, places: Sequence[Path]) -> Path | None:
     names = [file.path for file in manifest.files if file.root == number]
-    counts = [sum((place / name).exists() for name in names) for place in places]
+    counts = [sum(_may_be_there(place / name) for name in names) for place in places]
     best = max(range(len(places)), key=lambda index: (counts[index], -index))
     return places[best] if counts[best] or not names else None
 
 
-def _not_there(number: int, manifest: Manifest, hint: Path) -> Finding:
+def _may_be_there(path: Path) -> bool:
+    """False only if nothing is at `path`: of what cannot be looked at, the check of the file itself says so."""
+    try:
+        return is_there(path)
+    except DriveError:
+        return True
+
+
+def _not_there(
+    number: int, manifest: Manifest, hint: Path, claim: _Claim, refused: Iterable[DriveError]
+) -> Finding:
     root = manifest.roots[number]
-    container, uuid = _claims(hint)
     problem = f"root {number} ({root.kind} {root.uuid}) is not there"
+    for error in refused:  # it may well be there
+        return finding_of(
+            DriveError(f"root {number} ({root.kind} {root.uuid}) was not found: {error.problem}", path=error.path,
+                       advice=error.advice), Kind.UNREADABLE, root=number,
+        )  # fmt: skip
     if root.kind == "source":
         problem += ": no directory holds any of its files"
-    elif container not in ("", manifest.container):
-        problem += f": its place holds a root of container {container}"
-    elif uuid:
-        problem += f": its place holds root {uuid}"
+    elif claim.container not in ("", manifest.container):
+        problem += f": its place holds a root of container {claim.container}"
+    elif claim.root:
+        problem += f": its place holds root {claim.root}"
     return Finding(Kind.INCOMPLETE, problem, path=str(hint), root=number, advice=_MOUNT)
 
 
-def _claims(directory: Path) -> tuple[str, str]:
-    """The container and root UUIDs that a directory's root.json gives; empty where it gives none."""
+def _claims(directory: Path) -> _Claim:
+    path = directory / ROOT_NAME
     try:
-        document = json.loads((directory / ROOT_NAME).read_bytes())
-    except (OSError, ValueError):
-        return "", ""
+        document = json.loads(path.read_bytes())
+    except NOT_THERE:
+        return _Claim()
+    except OSError as error:
+        return _Claim(refused=drive_error("cannot read", error, path))
+    except (ValueError, RecursionError):
+        return _Claim()
     if not isinstance(document, dict):
-        return "", ""
-    return str(document.get("container", "")), str(document.get("root", ""))
+        return _Claim()
+    return _Claim(str(document.get("container", "")), str(document.get("root", "")))

@@ -21,14 +21,16 @@ from k3.container import checksum
 from k3.container.errors import ContainerError, DamageError
 from k3.container.keys import PAGE_BYTES
 from k3.container.layout import CATALOG_NAME, MANIFEST_NAME, ROOT_NAME
+from k3.container.ledger import Tally
 from k3.container.manifest import Manifest
 from k3.container.reader import read_manifest
 from k3.verify.catalog_check import CatalogCheck, CatalogContent, read_catalog
 from k3.verify.expected import header
-from k3.verify.files import check_data_file, check_small_file, find_extras
+from k3.verify.files import Checked, check_data_file, check_small_file, find_extras
 from k3.verify.finding import Finding, Kind, finding_of
 from k3.verify.roots import find_roots
 from k3.verify.target import Target
+from k3.verify.verdict import Unit, unexplained
 
 _LAYERS_MAX = 1 << 20
 """A range of layers is written out, so an absurd one must not be believed."""
@@ -39,8 +41,9 @@ class Structure:
     """What was found, and what a further grade may read.
 
     `manifest` is None when it is damaged: then nothing else could be checked. `directories` has None for roots
-    that are not there. `targets` are all catalogued extents in file order, also those in missing files; there
-    are none when the catalog could not be used.
+    that are not there. `targets` are all catalogued extents in file order, also those in missing files; they are
+    all that there is to read only if `catalogued` is set. The `tally` has every file of the manifest: small ones
+    whole, data files with their header and size.
     """
 
     home: Path
@@ -48,8 +51,8 @@ class Structure:
     directories: list[Path | None] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
-    files: int = 0
-    read_bytes: int = 0
+    catalogued: bool = False
+    tally: Tally[Unit] = field(default_factory=Tally)
 
     def file_path(self, number: int) -> Path | None:
         """Where data file `number` is or should be; None when its root is not there."""
@@ -57,6 +60,16 @@ class Structure:
         file = self.manifest.files[number]
         directory = self.directories[file.root]
         return None if directory is None else directory / file.path
+
+    def lost_roots(self) -> set[int]:
+        """Numbers of the roots that are not there."""
+        return {number for number, directory in enumerate(self.directories) if directory is None}
+
+    def account(self, unit: Unit, checked: Checked) -> None:
+        """Note what a check of one file found, and that it was proven if it was."""
+        self.findings += checked.findings
+        if checked.equal:
+            self.tally.settle(unit)
 
     def add(self, kind: Kind, problem: str, path: Path, *, root: int = 0, **place: Any) -> None:
         """Note a finding."""
@@ -84,11 +97,37 @@ def check_structure(home: Path, places: Sequence[Path] = ()) -> Structure:
     structure.manifest = manifest
     structure.directories, findings = find_roots(home, manifest, places)
     structure.findings += findings
+    for unit in (*_small_units(structure, manifest), *_data_units(structure, manifest)):
+        structure.tally.require(unit, unit.nbytes)
     _check_manifest(structure, manifest)
     _check_small_files(structure, manifest)
     _check_data_files(structure, manifest, _check_catalog(structure, manifest))
     structure.findings += find_extras(home, manifest, structure.directories)
+    structure.findings += unexplained(
+        structure.tally.ledger().open(), structure.findings, lost_roots=structure.lost_roots()
+    )
     return structure
+
+
+def _small_units(structure: Structure, manifest: Manifest) -> list[Unit]:
+    """Small files, the catalog, and one root.json for each drive root (whose size the manifest does not have)."""
+    units = [
+        Unit(str(structure.home / small.path), 0, small.bytes)
+        for small in (*manifest.text_files, manifest.catalog)
+    ]
+    for number, root in enumerate(manifest.roots):
+        if root.root_file_digest is not None:
+            units.append(Unit(f"{structure.directories[number] or root.path}/{ROOT_NAME}", number, 0))
+    return units
+
+
+def _data_units(structure: Structure, manifest: Manifest) -> list[Unit]:
+    """One for each data file: its header, and that it has its size."""
+    return [
+        Unit(str(structure.file_path(number) or f"{manifest.roots[file.root].path}/{file.path}"), file.root,
+             file.header_bytes)
+        for number, file in enumerate(manifest.files)
+    ]  # fmt: skip
 
 
 def _check_manifest_can_be_used(home: Path, manifest: Manifest) -> None:
@@ -129,37 +168,41 @@ def _check_manifest(structure: Structure, manifest: Manifest) -> None:
 
 
 def _check_small_files(structure: Structure, manifest: Manifest) -> None:
+    units = iter(_small_units(structure, manifest))
     for small in manifest.text_files:
-        structure.findings += check_small_file(structure.home / small.path, small.digest, small.bytes, root=0)
-        structure.files += 1
-        structure.read_bytes += small.bytes
+        path = structure.home / small.path
+        structure.account(next(units), check_small_file(path, small.digest, small.bytes, root=0))
+    next(units)  # the catalog has a check of its own
     for number, (root, directory) in enumerate(zip(manifest.roots, structure.directories, strict=True)):
-        if directory is not None and root.root_file_digest is not None:
-            structure.findings += check_small_file(directory / ROOT_NAME, root.root_file_digest, None, root=number)
-            structure.files += 1
+        if root.root_file_digest is None:
+            continue
+        unit = next(units)
+        if directory is not None:
+            path = directory / ROOT_NAME
+            structure.account(unit, check_small_file(path, root.root_file_digest, None, root=number))
 
 
 def _check_catalog(structure: Structure, manifest: Manifest) -> CatalogCheck | None:
     """The catalog's digest, then what it says; None when it cannot be used."""
     path = structure.home / CATALOG_NAME
-    structure.files += 1
-    findings = check_small_file(path, manifest.catalog.digest, manifest.catalog.bytes, root=0)
-    if not findings:  # only now: walking a damaged tree could crash
-        structure.read_bytes += manifest.catalog.bytes
-        content = read_catalog(path)
-        if isinstance(content, CatalogContent):
-            check = CatalogCheck(manifest, content)
-            check.run()
-            structure.findings += check.findings
-            structure.targets = check.targets
-            return check
-        findings = [content]
-    structure.findings += findings
-    return None
+    checked = check_small_file(path, manifest.catalog.digest, manifest.catalog.bytes, root=0)
+    structure.account(Unit(str(path), 0, manifest.catalog.bytes), checked)
+    if not checked.equal:  # walking a damaged tree could crash
+        return None
+    content = read_catalog(path)
+    if not isinstance(content, CatalogContent):
+        structure.findings.append(content)
+        return None
+    check = CatalogCheck(manifest, content)
+    check.run()
+    structure.findings += check.findings
+    structure.targets = check.targets
+    structure.catalogued = True
+    return check
 
 
 def _check_data_files(structure: Structure, manifest: Manifest, check: CatalogCheck | None) -> None:
-    for number, file in enumerate(manifest.files):
+    for number, (file, unit) in enumerate(zip(manifest.files, _data_units(structure, manifest), strict=True)):
         path = structure.file_path(number)
         if path is None:
             continue
@@ -167,10 +210,9 @@ def _check_data_files(structure: Structure, manifest: Manifest, check: CatalogCh
         expected = None if check is None else check.files.get(number)
         if check is not None and expected is not None:
             right = partial(header, expected, manifest.shares, check.content.tensors)
-        findings = check_data_file(path, file, right)
-        structure.findings += [_with_first_lost(finding, number, structure.targets) for finding in findings]
-        structure.files += 1
-        structure.read_bytes += file.header_bytes
+        checked = check_data_file(path, file, right)
+        findings = [_with_first_lost(finding, number, structure.targets) for finding in checked.findings]
+        structure.account(unit, replace(checked, findings=findings))
 
 
 def _with_first_lost(finding: Finding, number: int, targets: Sequence[Target]) -> Finding:

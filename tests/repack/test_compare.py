@@ -81,7 +81,7 @@ def test_a_finished_container_is_equal(made: Made) -> None:
     assert summary["tensors"] == len(Container.open(made.home).tensor_names())
     assert tree(made.home, *made.drives) == before
     text = command(*made.arguments, "--verify-full").stdout
-    assert re.search(r"verified: EQUAL: [\d,]+ bytes of 12 experts", text)
+    assert re.search(r"verified: EQUAL: compared ([\d,]+) of \1 bytes of 12 experts", text)
 
 
 def test_a_byte_of_an_expert_is_named(made: Made) -> None:
@@ -94,7 +94,10 @@ def test_a_byte_of_an_expert_is_named(made: Made) -> None:
     for extent in extents:
         for step in (0, extent.payload_bytes // 2, extent.payload_bytes - 1):
             flip(extent.path, extent.offset + step)
-            difference = only(made.differences())
+            found = made.differences()
+            if "--in-place" in made.arguments:  # the shard is the source, too: its own digest is another one
+                assert "the manifest has" in found.pop()["problem"]
+            difference = only(found)
             assert (difference["layer"], difference["expert"]) == (2, 3)
             assert difference["path"] == str(extent.path)
             if "--in-place" not in made.arguments:

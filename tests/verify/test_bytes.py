@@ -50,7 +50,12 @@ def test_a_sound_container_is_read_whole(built: Built) -> None:
     stored = [extent.stored_bytes for extents in built.pieces.values() for extent in extents]
     stored += [e.stored_bytes for tensor in built.tensors for e in (tensor.weights, tensor.scales) if e]
     assert (result.findings, result.skipped) == ([], 0)
-    assert (result.extents, result.read_bytes, done) == (len(stored), sum(stored), sum(stored))
+    assert result.ledger.complete
+    assert (result.ledger.proven_units, result.ledger.proven_bytes, done) == (
+        len(stored),
+        sum(stored),
+        sum(stored),
+    )
     assert result.through_page_cache == set()
     assert result.elapsed_s > 0
 
