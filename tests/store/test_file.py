@@ -374,12 +374,12 @@ def test_slots_of_a_forgotten_stream_are_free_for_the_next(
         assert threading.current_thread() is not this, "waits for what it has"
         return wait(condition, timeout)
 
-    cache_bytes = 2 * EXPERTS * slot_bytes_of(model)
-    source = FileSource(model, working_slots=EXPERTS, cache_bytes=cache_bytes)
+    cache_bytes = EXPERTS * slot_bytes_of(model)
+    source = FileSource(model, layers=[1], working_slots=EXPERTS, cache_bytes=cache_bytes)
     take(source, 1, range(EXPERTS))
-    stream = source.lease(1, range(EXPERTS))  # all of it from the cache: nothing lands that would wake anybody
-    next(stream).release()
-    del stream
+    # Two streams hold every slot, all from the cache: nothing lands that would wake anybody.
+    streams = [source.lease(1, range(EXPERTS)) for _ in range(2)]
+    streams.clear()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Condition, "wait", wait_elsewhere)
         assert take(source, 1, range(EXPERTS)) == right(built, 1, range(EXPERTS))
