@@ -9,7 +9,6 @@ import mmap
 import os
 import select
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,9 +171,7 @@ def test_random_bytes_in_rings_while_others_work(server: NativeServer, world: Wo
     thread = threading.Thread(target=honest)
     thread.start()
     size = layout.ring_bytes(layout.DEFAULT_ENTRIES)
-    end = time.monotonic() + 1.5
-    rounds = 0
-    while time.monotonic() < end:
+    for _ in range(60):
         hostile = Raw(server)
         for _ in range(int(random.integers(1, 6))):
             kind = int(random.integers(4))
@@ -192,13 +189,11 @@ def test_random_bytes_in_rings_while_others_work(server: NativeServer, world: Wo
             else:  # a whole ring of noise, announced
                 hostile.memory[:] = random.bytes(size)
             hostile.shout()
-        rounds += 1
         offenders.update(server.violations())
         hostile.close()
     stop.set()
     thread.join(10)
     assert failures == [], f"seed {seed}"
-    assert rounds > 20
     assert offenders, f"seed {seed}: nobody was caught"
     until(lambda: server.stats()["reading"] == 0)
     stats = server.stats()
