@@ -1,7 +1,7 @@
-"""catalog.mdb: every extent and digest of a container, memory-mapped. Written once, in key order.
+"""catalog.mdb: every extent and digest of a container. Written once, in key order; read into memory.
 
-`docs/container.md` section 4 is the specification. Opening parses nothing, so it costs the same for 16 experts
-and for 82,432. `CatalogReader` may be used from any thread; each call is a short read transaction.
+`docs/container.md` section 4 is the specification. LMDB writes the file and never opens one that comes from
+somewhere else: `page_tree` reads it, and `catalog_record` holds every record to the format.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,53 +16,24 @@ from typing import Any
 
 import lmdb
 
+from k3.container.catalog_record import OFFSET_MAX, CatalogExtent, Record
 from k3.container.direct import drive_error
 from k3.container.errno_advice import Operation
 from k3.container.errors import ContainerError, DamageError, K3Error
 from k3.container.free_space import free_bytes
-from k3.container.keys import Encoding, ExpertLayout, ExpertPart, tensor_bytes
+from k3.container.keys import EXPERTS_MAX, Encoding, ExpertLayout, ExpertPart, tensor_bytes
 from k3.container.layout import EXPERT_KEY, NUMBER_KEY, unpack_pieces
 from k3.container.manifest import DataFile
+from k3.container.new_file import create_instead, path_of
+from k3.container.page_tree import Database, PageTree
+from k3.container.regular_file import read_small_file
 
 _DATABASES = (b"files", b"layers", b"experts", b"tensors")
 _SPARE_BYTES = 1 << 20
+_RESTORE = "Restore it from a copy, or repack"
 
-
-_mapped: dict[tuple[int, int], _Map] = {}
-_mapped_lock = threading.RLock()
-"""Catalogs that are open, by device and inode: LMDB maps a file once per process, so readers share the map."""
-
-
-@dataclass(slots=True)
-class _Map:
-    environment: Any
-    databases: dict[bytes, Any]
-    readers: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogExtent:
-    """An extent as catalogued: `file` is a number, resolved by the reader."""
-
-    file: int
-    offset: int
-    payload_bytes: int
-    stored_bytes: int
-    digest: bytes
-
-    def as_json(self) -> dict[str, Any]:
-        """The extent inside a `tensors` record."""
-        return {
-            "file": self.file, "offset": self.offset, "payload": self.payload_bytes,
-            "stored": self.stored_bytes, "digest": self.digest.hex(),
-        }  # fmt: skip
-
-    @staticmethod
-    def from_json(item: dict[str, Any]) -> CatalogExtent:
-        """The inverse of `as_json`; KeyError, TypeError or ValueError when the record is not one."""
-        return CatalogExtent(
-            item["file"], item["offset"], item["payload"], item["stored"], bytes.fromhex(item["digest"])
-        )
+CATALOG_BYTES_MAX = 1 << 30
+"""No catalog is larger: the content of one for a hundred times K3's experts. It is read into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +97,14 @@ def _write_catalog(
     tensors: Iterable[CatalogTensor],
     map_bytes: int,
 ) -> None:
-    path.unlink(missing_ok=True)
-    environment = lmdb.open(
-        os.fspath(path), subdir=False, lock=False, max_dbs=len(_DATABASES), meminit=True,
-        map_size=map_bytes, sync=True,
-    )  # fmt: skip
+    descriptor = create_instead(path)
+    try:
+        environment = lmdb.open(
+            path_of(descriptor, path), subdir=False, lock=False, max_dbs=len(_DATABASES), meminit=True,
+            map_size=map_bytes, sync=True,
+        )  # fmt: skip
+    finally:
+        os.close(descriptor)
     try:
         with environment.begin(write=True) as transaction:
             handles = {name: environment.open_db(name, txn=transaction) for name in _DATABASES}
@@ -167,56 +139,12 @@ def lmdb_error(problem: str, error: lmdb.Error, path: Path) -> K3Error:
         if number == errno.EIO and _is_full(path):
             number = errno.ENOSPC  # LMDB says EIO when a write came out short
         return drive_error(problem, OSError(number, os.strerror(number)), path, operation=Operation.MAP)
-    return DamageError(f"{problem}: {error}", path=path, advice="Restore it from a copy, or repack")
-
-
-def refuse_cut_map(environment: Any, path: Path) -> None:
-    """DamageError when a file is shorter than its own tree: a read through the map would end the process."""
-    needed_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    size_bytes = path.stat().st_size
-    if size_bytes < needed_bytes:
-        raise DamageError(f"file is truncated: {size_bytes} bytes instead of {needed_bytes}", path=path)
+    return DamageError(f"{problem}: {error}", path=path, advice=_RESTORE)
 
 
 def _is_full(path: Path) -> bool:
     free = free_bytes(path.parent)
     return free is not None and free < _SPARE_BYTES
-
-
-def _map(path: Path) -> tuple[tuple[int, int], _Map]:
-    """The map of a catalog, shared with whoever has it open already."""
-    with _mapped_lock:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise drive_error("cannot open the catalog", error, path) from error
-        if status.st_size == 0:
-            raise DamageError("catalog is empty", path=path, advice="Restore it from a copy, or repack")
-        key = (status.st_dev, status.st_ino)
-        if key not in _mapped:
-            _mapped[key] = _open(path)
-        _mapped[key].readers += 1
-        return key, _mapped[key]
-
-
-def _open(path: Path) -> _Map:
-    environment = lmdb.open(
-        os.fspath(path), subdir=False, readonly=True, lock=False, create=False,
-        max_dbs=len(_DATABASES), readahead=False,
-    )  # fmt: skip
-    try:
-        refuse_cut_map(environment, path)
-        return _Map(environment, {name: environment.open_db(name, create=False) for name in _DATABASES})
-    except BaseException:
-        environment.close()
-        raise
-
-
-def _unmap(key: tuple[int, int]) -> None:
-    with _mapped_lock:
-        _mapped[key].readers -= 1
-        if _mapped[key].readers == 0:
-            _mapped.pop(key).environment.close()
 
 
 def _record(tensor: CatalogTensor) -> dict[str, Any]:
@@ -245,76 +173,100 @@ def _map_bytes(content_bytes: int) -> int:
 
 
 class CatalogReader:
-    """A catalog opened read-only; works on a read-only directory. DamageError when it is not one.
+    """A catalog, read into memory once; what becomes of the file afterwards does not matter. Any thread.
 
-    Any number of readers of one file may be open in a process.
+    DamageError for a file that is no catalog, and from every method for a record that is not what the format has.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
+        """Read `path`, or take `data` as its content when somebody has read it already."""
         self.path = path
-        try:
-            key, shared = _map(path)
-        except lmdb.NotFoundError as error:
-            raise DamageError(f"catalog lacks a database: {error}", path=path) from error
-        except lmdb.Error as error:
-            raise lmdb_error("catalog cannot be opened", error, path) from error
-        self._environment, self._databases = shared.environment, shared.databases
-        self._release = weakref.finalize(self, _unmap, key)
+        if data is None:
+            data = read_small_file(path, CATALOG_BYTES_MAX, DamageError, _RESTORE)
+        if not data:
+            raise DamageError("catalog is empty", path=path, advice=_RESTORE)
+        tree = PageTree(data, path)
+        if tree.sound_meta_pages < 2:
+            raise DamageError("a meta page of the catalog is not sound", path=path, advice=_RESTORE)
+        self._databases: dict[bytes, Database] = {}
+        for name in _DATABASES:
+            database = tree.database(name)
+            if database is None:
+                raise DamageError(f"catalog lacks a database: {name.decode()}", path=path, advice=_RESTORE)
+            self._databases[name] = database
 
     def close(self) -> None:
-        """Let go of the map; the last reader of a file unmaps it. A second call does nothing."""
-        self._release()
+        """Let go of the content; nothing can be looked up afterwards. A second call does nothing."""
+        self._databases = {}
 
     def files(self) -> list[DataFile]:
         """All data files in number order."""
-        return [DataFile(**item) for _, item in self._json_records(b"files")]
+        found: list[DataFile] = []
+        for number, record in self._numbered(b"files"):
+            if number != len(found):
+                raise record.refuse(f"is of file {number} where {len(found)} should be")
+            found.append(
+                DataFile(
+                    record.number("root"), record.name("path"), record.name("kind"), record.number("bytes"),
+                    record.number("header_bytes"), record.optional("header_digest", record.name),
+                )
+            )  # fmt: skip
+        return found
 
     def layers(self) -> dict[int, CatalogLayer]:
         """Every expert layer's layout, ascending."""
         found = {}
-        for key, item in self._json_records(b"layers"):
-            parts = [(part["name"], part["dtype"], tuple(part["shape"])) for part in item["parts"]]
-            layer = NUMBER_KEY.unpack(key)[0]
-            found[layer] = CatalogLayer(layer, item["experts"], expert_layout(item["block"], parts))
+        for layer, record in self._numbered(b"layers"):
+            listed = record.list("parts")
+            parts = [(part.name("name"), part.dtype("dtype"), part.shape("shape")) for part in listed]
+            layout = expert_layout(record.name("block"), parts)
+            found[layer] = CatalogLayer(layer, record.number("experts", EXPERTS_MAX), layout)
         return found
 
     def tensors(self) -> list[CatalogTensor]:
         """Every dense tensor in execution order."""
-        return [
-            CatalogTensor(
-                item["name"],
-                item["dtype"],
-                tuple(item["shape"]),
-                Encoding(item["encoding"]),
-                CatalogExtent.from_json(item["weights"]),
-                None if item["scales"] is None else CatalogExtent.from_json(item["scales"]),
+        found: list[CatalogTensor] = []
+        for position, record in self._numbered(b"tensors"):
+            if position != len(found):
+                raise record.refuse(f"is of position {position} where {len(found)} should be")
+            found.append(
+                CatalogTensor(
+                    record.name("name"),
+                    record.dtype("dtype"),
+                    record.shape("shape"),
+                    record.encoding("encoding"),
+                    record.extent("weights"),
+                    record.optional("scales", record.extent),
+                )
             )
-            for _, item in self._json_records(b"tensors")
-        ]
+        return found
 
     def expert(self, layer: int, expert: int) -> list[CatalogExtent] | None:
         """An expert's extents in payload order, None when the catalog has no such expert."""
-        with self._environment.begin(db=self._databases[b"experts"]) as transaction:
-            value = transaction.get(EXPERT_KEY.pack(layer, expert))
+        value = self._databases[b"experts"].get(EXPERT_KEY.pack(layer, expert))
         return None if value is None else self._unpack(value, layer, expert)
 
     def experts(self) -> Iterator[tuple[int, int, list[CatalogExtent]]]:
-        """Every expert in (layer, id) order."""
-        with self._environment.begin(db=self._databases[b"experts"]) as transaction:
-            for key, value in transaction.cursor():
-                layer, expert = EXPERT_KEY.unpack(key)
-                yield layer, expert, self._unpack(value, layer, expert)
+        """Every expert in (layer, id) order, proven to be what `expert` gives for it."""
+        for key, value in self._databases[b"experts"].items():
+            if len(key) != EXPERT_KEY.size:
+                raise DamageError(f"catalog has a key of {len(key)} bytes among the experts", path=self.path)
+            layer, expert = EXPERT_KEY.unpack(key)
+            yield layer, expert, self._unpack(value, layer, expert)
 
     def _unpack(self, value: bytes, layer: int, expert: int) -> list[CatalogExtent]:
         try:
-            return [CatalogExtent(*fields) for fields in unpack_pieces(value)]
+            extents = [CatalogExtent(*fields) for fields in unpack_pieces(value)]
         except ValueError as error:
             raise ContainerError(str(error), path=self.path, layer=layer, expert=expert) from error
+        if any(extent.offset + extent.stored_bytes > OFFSET_MAX for extent in extents):
+            raise ContainerError("expert lies beyond every file", path=self.path, layer=layer, expert=expert)
+        return extents
 
-    def _json_records(self, database: bytes) -> Iterator[tuple[bytes, Any]]:
-        with self._environment.begin(db=self._databases[database]) as transaction:
-            for key, value in transaction.cursor():
-                try:
-                    yield bytes(key), json.loads(value)
-                except ValueError as error:
-                    raise DamageError(f"catalog record is not JSON: {error}", path=self.path) from error
+    def _numbered(self, database: bytes) -> Iterator[tuple[int, Record]]:
+        """The records of a database whose keys are numbers."""
+        for key, value in self._databases[database].items():
+            what = f"catalog record {key.hex()[:80]} of {database.decode()}"
+            if len(key) != NUMBER_KEY.size:
+                raise DamageError(f"{what} has a key of {len(key)} bytes", path=self.path)
+            yield NUMBER_KEY.unpack(key)[0], Record.parse(value, what, self.path)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from k3.container.catalog import CatalogExtent, CatalogTensor
+from k3.container.catalog import CatalogTensor
+from k3.container.catalog_record import CatalogExtent
 from k3.container.errors import UnsupportedError
 from k3.container.keys import PAGE_BYTES
 

@@ -32,6 +32,8 @@ import enum
 import os
 from typing import Any
 
+from k3.container.wording import visible
+
 
 class ExitCode(enum.IntEnum):
     """What a command's exit status means; the same for every command of the project."""
@@ -114,7 +116,7 @@ class K3Error(Exception):
     def __str__(self) -> str:
         where = self.where()
         text = f"{self.problem} ({where})" if where else self.problem
-        return f"{text}. {self.advice}" if self.advice else text
+        return visible(f"{text}. {self.advice}" if self.advice else text)
 
     def as_dict(self) -> dict[str, Any]:
         """The error as one JSON object; places that are unknown are left out."""

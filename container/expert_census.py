@@ -18,11 +18,8 @@ import numpy.typing as npt
 from k3.container.errors import ExpertError
 from k3.container.expert_table import ExpertTable
 from k3.container.headers import HeaderTensor
-from k3.container.keys import ExpertLayout, ExpertPart, parse_expert_name
+from k3.container.keys import EXPERTS_MAX, ExpertLayout, ExpertPart, parse_expert_name
 from k3.container.shard import Shard
-
-EXPERTS_MAX = 1 << 20
-"""No layer has more experts; a larger number in a name is a trap or a damaged header."""
 
 _REFETCH = "Fetch the shard again, or a snapshot in which every expert is complete"
 _MARK = ".experts."

@@ -14,6 +14,9 @@ from pathlib import Path
 PAGE_BYTES = 4096
 """Alignment of every extent that a container writes: the unit of O_DIRECT on every drive we know."""
 
+EXPERTS_MAX = 1 << 20
+"""No layer has more experts; a larger number in a name or a record is a trap or damage."""
+
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16,

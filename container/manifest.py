@@ -7,6 +7,7 @@ the version, the digest over the text, every field's type, and that paths stay i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +16,13 @@ from typing import Any, TypeVar, get_type_hints
 from k3.container import checksum
 from k3.container.errors import ContainerError, DamageError, NotAContainerError, VersionError
 from k3.container.layout import FORMAT, VERSION
+from k3.container.wording import is_plain, shown, shown_text
 
 _T = TypeVar("_T")
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 _RESTORE = "Restore this file from a copy, or remove the container's files and repack; the source is untouched"
 
@@ -141,10 +147,10 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
         raise NotAContainerError("this manifest is not a K3 container's", path=path)
     version = document.get("version")
     if not isinstance(version, int) or version < 1:
-        raise DamageError(f"format version {version!r} is not a positive number", path=path)
+        raise DamageError(f"format version {shown(version)} is not a positive number", path=path)
     if version > VERSION:
         raise VersionError(
-            f"container has format version {version}, this program reads up to {VERSION}",
+            f"container has format version {shown(version)}, this program reads up to {VERSION}",
             path=path,
             advice="Use a newer release",
         )
@@ -162,8 +168,10 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
     try:
         manifest = _from_document(document)
         _check_references(manifest)
+        _check_forms(manifest)
     except (KeyError, TypeError, ValueError) as error:
-        raise ContainerError(f"manifest lacks or misuses a key: {error}", path=path) from error
+        problem = f"manifest lacks or misuses a key: {shown_text(str(error))}"
+        raise ContainerError(problem, path=path) from error
     return manifest
 
 
@@ -212,9 +220,9 @@ def _record(kind: type[_T], item: dict[str, Any]) -> _T:
 
 def _typed(name: str, value: Any, wanted: Any) -> Any:
     if not isinstance(value, wanted) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}")
-    if isinstance(value, int) and value < 0:
-        raise ValueError(f"{name} is {value}")
+        raise TypeError(f"{name} is {shown(value)}")
+    if isinstance(value, int) and not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} is {shown(value)}")
     return value
 
 
@@ -222,12 +230,31 @@ def _check_references(manifest: Manifest) -> None:
     """Roots and files that the manifest refers to, before anybody follows them out of their directories."""
     kinds = [root.kind for root in manifest.roots]
     if kinds[:1] != ["home"] or not {"drive", "source"}.issuperset(kinds[1:]):
-        raise ValueError(f"roots are of the kinds {kinds}, not one home and then drives or sources")
+        raise ValueError(f"roots are of the kinds {shown(kinds)}, not one home and then drives or sources")
     for file in manifest.files:
         if file.root >= len(kinds) or file.kind not in ("experts", "dense", "source"):
-            raise ValueError(f"file {file.path!r} is of the kind {file.kind!r} in root {file.root}")
+            raise ValueError(
+                f"file {shown(file.path)} is of the kind {shown(file.kind)} in root {shown(file.root)}"
+            )
     paths = [file.path for file in manifest.files]
     paths += [file.path for file in (*manifest.text_files, manifest.catalog)]
     for path in paths:
-        if not path or path.startswith("/") or {"", ".", ".."}.intersection(path.split("/")) or "\0" in path:
-            raise ValueError(f"path {path!r} does not stay inside its root")
+        if path.startswith("/") or {"", ".", ".."}.intersection(path.split("/")):
+            raise ValueError(f"path {shown(path)} does not stay inside its root")
+    names = [*paths, *(shard.name for shard in manifest.source), *manifest.skipped, *manifest.unknown]
+    for name in names:
+        if not is_plain(name):
+            raise ValueError(f"{shown(name)} is no name of printable characters")
+
+
+def _check_forms(manifest: Manifest) -> None:
+    """Digests and identities by what they look like: a damaged one must not be carried on."""
+    forms = [("container", manifest.container, _UUID)]
+    forms += [("root", root.uuid, _UUID) for root in manifest.roots]
+    forms += [("sha256", shard.sha256, _SHA256) for shard in manifest.source]
+    digests = [root.root_file_digest for root in manifest.roots] + [file.header_digest for file in manifest.files]
+    digests += [small.digest for small in (*manifest.text_files, manifest.catalog)]
+    forms += [("digest", digest, _DIGEST) for digest in digests if digest is not None]
+    for what, value, form in forms:
+        if not form.fullmatch(value):
+            raise ValueError(f"{what} {shown(value)} is not written as one")

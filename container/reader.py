@@ -7,7 +7,6 @@ size; no tensor is touched. After that `Container` is immutable and may be used 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3.container import checksum
-from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, CatalogTensor
-from k3.container.direct import ReadFile, drive_error, span_bytes
+from k3.container.catalog import CATALOG_BYTES_MAX, CatalogLayer, CatalogReader, CatalogTensor
+from k3.container.catalog_record import CatalogExtent
+from k3.container.direct import ReadFile, span_bytes
 from k3.container.errors import (
     ContainerError,
     DamageError,
@@ -33,12 +33,21 @@ from k3.container.layout import JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_N
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
 from k3.container.modelconfig import CONFIG_NAME, parse_config
 from k3.container.pages import huge_buffer
-from k3.container.presence import NOT_THERE, is_directory, is_there
+from k3.container.presence import is_directory, is_there
+from k3.container.regular_file import read_small_file, regular_size
 from k3.container.source import EncodedTensor
+from k3.container.strict_json import parse_object
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+
+SMALL_FILE_BYTES_MAX = 64 << 20
+"""No manifest, root.json or text file is larger."""
+
+_RESTORE = "Restore it from a copy, or repack"
+_RESTORE_DATA = "Restore it, or repack; k3-verify lists all findings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +79,8 @@ class Container:
         manifest = read_manifest(home)
         located = locate_roots(home, manifest, roots)
         check_sizes(manifest, located)
-        check_catalog(home, manifest)
-        return cls(home, manifest, located, CatalogReader(home / manifest.catalog.path))
+        path = home / manifest.catalog.path
+        return cls(home, manifest, located, CatalogReader(path, read_catalog(home, manifest)))
 
     def close(self) -> None:
         """Close the catalog."""
@@ -268,11 +277,8 @@ def _root_identity(directory: Path, manifest: Manifest) -> str | None:
     path = directory / ROOT_NAME
     if not is_there(path):
         return None
-    try:
-        document = json.loads(_read_small(path))
-        container, uuid, version = document.get("container"), document.get("root"), document.get("version")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise DamageError(f"root file cannot be understood: {error}", path=path) from error
+    document = parse_object(_read_small(path), what="the root file", path=path, error=DamageError, advice=_RESTORE)
+    container, uuid, version = document.get("container"), document.get("root"), document.get("version")
     numbers = {root.uuid: number for number, root in enumerate(manifest.roots) if root.kind == "drive"}
     number = numbers.get(uuid) if isinstance(uuid, str) else None
     if number is None and container != manifest.container:
@@ -292,47 +298,26 @@ def _root_identity(directory: Path, manifest: Manifest) -> str | None:
 
 
 def check_sizes(manifest: Manifest, roots: Sequence[LocatedRoot]) -> None:
-    """Compare every data file's size with the manifest. DamageError names the first that differs."""
+    """Compare every data file's size with the manifest. DamageError names the first that differs or is no file."""
     for file in manifest.files:
         path = roots[file.root].directory / file.path
-        try:
-            size = path.stat().st_size
-        except NOT_THERE:
-            raise DamageError(
-                "data file is missing", path=path, advice="Restore it, or repack; k3-verify lists all findings"
-            ) from None
-        except OSError as error:
-            raise drive_error("cannot look at", error, path) from error
+        size = regular_size(path, DamageError, _RESTORE_DATA)
         if size != file.bytes:
             word = "truncated" if size < file.bytes else "too long"
             raise DamageError(
                 f"data file is {word}: {size} bytes instead of {file.bytes}", path=path,
-                offset=min(size, file.bytes), advice="Restore it, or repack; k3-verify lists all findings",
+                offset=min(size, file.bytes), advice=_RESTORE_DATA,
             )  # fmt: skip
 
 
-def check_catalog(home: Path, manifest: Manifest) -> None:
-    """Compare the catalog with its size and digest, so that its tree can be walked without fear."""
+def read_catalog(home: Path, manifest: Manifest) -> bytes:
+    """The catalog's content, its size and digest those of the manifest. DamageError, DriveError."""
     path = home / manifest.catalog.path
-    hasher = checksum.Hasher()
-    size = 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while chunk := file.read(1 << 20):
-                hasher.update(chunk)
-                size += len(chunk)
-    except NOT_THERE:
-        raise DamageError("catalog is missing", path=path, advice="Restore it from a copy, or repack") from None
-    except OSError as error:
-        raise drive_error("cannot read", error, path) from error
-    if size != manifest.catalog.bytes or hasher.hexdigest() != manifest.catalog.digest:
-        raise DamageError(
-            "catalog does not match its digest", path=path, advice="Restore it from a copy, or repack"
-        )
+    data = read_small_file(path, min(CATALOG_BYTES_MAX, manifest.catalog.bytes), DamageError, _RESTORE)
+    if len(data) != manifest.catalog.bytes or checksum.digest(data).hex() != manifest.catalog.digest:
+        raise DamageError("catalog does not match its digest", path=path, advice=_RESTORE)
+    return data
 
 
 def _read_small(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise drive_error("cannot read", error, path) from error
+    return read_small_file(path, SMALL_FILE_BYTES_MAX, DamageError, _RESTORE)

@@ -20,7 +20,7 @@ import numpy as np
 
 from k3 import kernels
 from k3.container import checksum
-from k3.container.catalog import CatalogExtent
+from k3.container.catalog_record import CatalogExtent
 from k3.container.direct import Bytes, ReadFile, aligned_buffer, span_bytes
 from k3.container.errors import DriveError
 from k3.container.huge_pages import huge_pages

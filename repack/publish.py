@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from k3.container import checksum
-from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogTensor, write_catalog
+from k3.container.catalog import CatalogLayer, CatalogTensor, write_catalog
+from k3.container.catalog_record import CatalogExtent
 from k3.container.direct import ReadFile, WriteFile, aligned_buffer, drive_error, sync_directory, sync_file
 from k3.container.errno_advice import Operation
 from k3.container.errors import DriveError, SourceError
@@ -32,6 +33,7 @@ from k3.container.layout import (
     pack_piece,
 )
 from k3.container.manifest import DataFile, Geometry, Manifest, Root, SmallFile, SourceShard, content_identity
+from k3.container.new_file import create_instead
 from k3.container.regular_file import regular_size
 from k3.container.snapshot import Snapshot
 from k3.repack.journal import Journal
@@ -265,7 +267,7 @@ def _write_small(path: Path, data: bytes) -> SmallFile:
     """Write a small file aside, make it durable and give it its name."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
-        with open(partial, "wb") as file:
+        with os.fdopen(create_instead(partial), "wb") as file:
             file.write(data)
             file.flush()
             sync_file(file.fileno(), partial)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3.container import checksum
-from k3.container.catalog import CatalogExtent, CatalogTensor
+from k3.container.catalog import CatalogTensor
+from k3.container.catalog_record import CatalogExtent
 from k3.container.direct import Bytes
 from k3.container.errors import DamageError, DriveError, K3Error, UnsupportedError
 from k3.container.keys import PAGE_BYTES, page_ceil

@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, CatalogTensor
+from k3.container.catalog import CatalogLayer, CatalogReader, CatalogTensor
+from k3.container.catalog_record import CatalogExtent
 from k3.container.errors import ContainerError
 from k3.container.keys import ExpertKey, layer_of
 from k3.container.layout import MANIFEST_NAME, SCALES_SUFFIX

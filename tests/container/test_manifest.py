@@ -26,16 +26,19 @@ from tests.support.containers import build_container
 
 PATH = Path("manifest.json")
 _text = st.text(st.characters(codec="utf-8"), max_size=12)
+_plain = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"]), min_size=1, max_size=12)
+_uuid = st.uuids().map(str)
+_sha256 = st.binary(min_size=32, max_size=32).map(bytes.hex)
 _hex = st.text("0123456789abcdef", min_size=32, max_size=32)
 _count = st.integers(0, 2**63 - 1)
 _name = st.text(st.sampled_from("abz-_.ö漢"), min_size=1, max_size=9).filter(lambda name: name.strip("."))
 _small = st.builds(SmallFile, _name, _count, _hex)
 _roots = st.builds(
     lambda home, others: (home, *others),
-    st.builds(Root, _text, st.just("home"), st.just("."), _count, st.none(), st.none()),
+    st.builds(Root, _uuid, st.just("home"), st.just("."), _count, st.none(), st.none()),
     st.lists(
         st.builds(
-            Root, _text, st.sampled_from(["drive", "source"]), _text, _count, st.none() | _count, st.none() | _hex
+            Root, _uuid, st.sampled_from(["drive", "source"]), _text, _count, st.none() | _count, st.none() | _hex
         ),
         max_size=3,
     ),
@@ -56,17 +59,17 @@ def manifests(draw: st.DrawFn) -> Manifest:
     )
     layers = tuple(draw(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)))
     return Manifest(
-        container=draw(_text),
+        container=draw(_uuid),
         model=draw(st.dictionaries(_text, st.none() | _text, max_size=4)),
-        source=tuple(draw(st.lists(st.builds(SourceShard, _text, _count, _hex), max_size=3))),
+        source=tuple(draw(st.lists(st.builds(SourceShard, _plain, _count, _sha256), max_size=3))),
         quantization=draw(st.dictionaries(_text, _count, max_size=3)),
         geometry=Geometry(layers, draw(_count), draw(_count), draw(_count), 4096),
         roots=roots,
         files=tuple(draw(st.lists(file, max_size=3))),
         text_files=tuple(draw(st.lists(_small, max_size=3))),
         catalog=draw(_small),
-        skipped=tuple(draw(st.lists(_text, max_size=3))),
-        unknown=tuple(draw(st.lists(_text, max_size=3))),
+        skipped=tuple(draw(st.lists(_plain, max_size=3))),
+        unknown=tuple(draw(st.lists(_plain, max_size=3))),
     )
 
 
@@ -190,12 +193,51 @@ def test_no_key_may_be_missing(rendered: bytes) -> None:
             parse_manifest(resealed(rendered, drop), PATH)
 
 
-@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../b", "a//b", "./a", "a\0b", ".."])
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../b", "a//b", "./a", ".."])
 def test_no_path_leaves_its_root(rendered: bytes, path: str) -> None:
     for place in (("files", 0, "path"), ("text_files", 0, "path"), ("catalog", "path")):
         data = resealed(rendered, lambda document, place=place: put(document, place, path))
         with pytest.raises(ContainerError, match="does not stay inside its root"):
             parse_manifest(data, PATH)
+
+
+NAMES = [
+    ("files", 0, "path"), ("text_files", 0, "path"), ("catalog", "path"), ("source", "shards", 0, "name"),
+    ("skipped", 0), ("unknown", 0),
+]  # fmt: skip
+FORMS = [
+    ("container",), ("roots", 0, "uuid"), ("source", "shards", 0, "sha256"), ("catalog", "digest"),
+    ("files", 0, "header_digest"), ("text_files", 0, "digest"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\x1b]0;owned\x07", "a\u202eb", "a\nb", "x" * 401])
+def test_names_are_printable_and_bounded(rendered: bytes, name: str) -> None:
+    def change(document: Any, place: tuple[Any, ...]) -> None:
+        document["skipped"], document["unknown"] = ["s"], ["u"]
+        put(document, place, name)
+
+    for place in NAMES:
+        with pytest.raises(ContainerError, match="no name of printable characters") as caught:
+            parse_manifest(resealed(rendered, lambda d, p=place: change(d, p)), PATH)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("value", ["", "0", "G" * 64, "g57658" + "0" * 58, "A" * 32, "0" * 33, "\x1b" * 32])
+def test_digests_and_identities_have_their_form(rendered: bytes, value: str) -> None:
+    for place in FORMS:
+        with pytest.raises(ContainerError, match="is not written as one"):
+            parse_manifest(resealed(rendered, lambda d, p=place: put(d, p, value)), PATH)
+
+
+@pytest.mark.parametrize("value", ["x" * 100_000, [["y" * 50_000]], 10**400, {"\x1b" * 999: 1}, -(10**400)])
+def test_no_message_is_flooded_by_a_value(rendered: bytes, value: Any) -> None:
+    for place in (("files", 0, "bytes"), ("roots", 0, "kind"), ("files", 0, "kind"), ("version",), ("roots",)):
+        with pytest.raises(ContainerError) as caught:
+            parse_manifest(resealed(rendered, lambda d, p=place: put(d, p, value)), PATH)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 800
 
 
 def test_files_lie_in_roots_that_exist(rendered: bytes) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from k3.container import checksum
-from k3.container.catalog import CatalogExtent
+from k3.container.catalog_record import CatalogExtent
 from k3.container.direct import aligned_buffer
 from k3.container.errors import (
     ContainerError,
@@ -303,7 +303,7 @@ def test_a_changed_config_is_found(built: Built) -> None:
     container.close()
     (built.home / "config.json").unlink()
     container = Container.open(built.home)
-    with pytest.raises(DriveError, match=r"config\.json"):
+    with pytest.raises(DamageError, match=r"config\.json"):
         _ = container.config
     container.close()
 

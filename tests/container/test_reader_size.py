@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from k3.container import checksum
-from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogTensor, expert_layout, write_catalog
+from k3.container.catalog import CatalogLayer, CatalogTensor, expert_layout, write_catalog
+from k3.container.catalog_record import CatalogExtent
 from k3.container.keys import Encoding
 from k3.container.layout import (
     CATALOG_NAME,

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from k3.container import checksum
-from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogTensor, expert_layout, write_catalog
+from k3.container.catalog import CatalogLayer, CatalogTensor, expert_layout, write_catalog
+from k3.container.catalog_record import CatalogExtent
 from k3.container.headers import build_header
 from k3.container.keys import Encoding, ExpertKey, ExpertLayout, tensor_bytes
 from k3.container.layout import (

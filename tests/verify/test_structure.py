@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k3.container import checksum
-from k3.container.catalog import CatalogExtent, CatalogLayer, CatalogReader, write_catalog
+from k3.container.catalog import CatalogLayer, CatalogReader, write_catalog
+from k3.container.catalog_record import CatalogExtent
 from k3.container.errors import ExitCode, IncompleteError, NotAContainerError, VersionError
 from k3.container.keys import ExpertKey
 from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_NAME, pack_piece
