@@ -17,6 +17,7 @@ from typing import TypeVar
 from k3.container.direct import drive_error, sync_directory, sync_file
 from k3.container.errno_advice import FULL, Operation
 from k3.container.errors import DriveError
+from k3.container.new_file import create_unguessed
 
 _Self = TypeVar("_Self", bound="OutputFile")
 
@@ -26,8 +27,11 @@ NOTHING_KEPT = "Nothing of it is kept; give another place, or make room, and run
 class OutputFile:
     """A context manager: left without `publish`, it removes what it wrote."""
 
-    def __init__(self, path: Path, what: str, advice: str = NOTHING_KEPT) -> None:
-        """Begin to write `what` (as in "cannot write the trace"). DriveError when nothing can be written there."""
+    def __init__(self, path: Path, what: str, advice: str = NOTHING_KEPT, *, private: bool = False) -> None:
+        """Begin to write `what` (as in "cannot write the trace"). DriveError when nothing can be written there.
+
+        A `private` file can be read by its owner only.
+        """
         self.path = path
         self.published = False
         self._what = what
@@ -35,9 +39,12 @@ class OutputFile:
         self._size_bytes = 0
         try:
             self._target = None if _is_stream(path) else Path(os.path.realpath(path))
-            self._written = path if self._target is None else temporary_path(self._target)
-            flags = os.O_WRONLY | os.O_CLOEXEC | (0 if self._target is None else os.O_CREAT | os.O_TRUNC)
-            self._file = os.fdopen(os.open(self._written, flags, 0o666), "wb", buffering=0)
+            if self._target is None:
+                self._written, descriptor = path, os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            else:
+                mode = 0o600 if private else 0o666
+                descriptor, self._written = create_unguessed(self._target.parent, "output", mode)
+            self._file = os.fdopen(descriptor, "wb", buffering=0)
         except OSError as error:
             raise self._error(error) from error
 
@@ -88,11 +95,6 @@ class OutputFile:
         # A full drive's general advice is a repack's: that it continues where it stopped.
         typed.advice = self._advice if error.errno in FULL else f"{typed.advice}. {self._advice}"
         return typed
-
-
-def temporary_path(target: Path) -> Path:
-    """Where a file is written until it is published."""
-    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
 
 def _is_stream(path: Path) -> bool:

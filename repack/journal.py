@@ -3,6 +3,7 @@
 A unit (expert or dense tensor) is recorded only after the bytes that hold it have been made durable, so whatever
 the journal says was true before the last crash. It also holds what the run was asked to do; a run that is asked
 for something else is refused. LMDB commits are atomic: a kill leaves the state before or after, never between.
+`journal_file` reads what an earlier run left.
 """
 
 from __future__ import annotations
@@ -10,32 +11,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
-from k3.container.catalog import lmdb_error, refuse_cut_map
+from k3.container.catalog import lmdb_error
+from k3.container.direct import drive_error, sync_directory, sync_file
+from k3.container.errno_advice import Operation
 from k3.container.errors import DamageError, K3Error, ResumeError
 from k3.container.keys import ExpertKey
-from k3.container.layout import DIGEST_BYTES, EXPERT_KEY, NUMBER_KEY
+from k3.container.layout import EXPERT_KEY, NUMBER_KEY
+from k3.container.new_file import create_unguessed, path_of, remove_unguessed
+from k3.repack.journal_file import (
+    DATABASES,
+    REQUEST_KEY,
+    START_ANEW,
+    ShardRecord,
+    pack_shard,
+    read_journal,
+    sealed,
+)
 
-_DATABASES = (b"request", b"experts", b"tensors", b"shards")
-_REQUEST_KEY = b"request"
-_START_ANEW = "Remove the unfinished container and repack again; the source is untouched"
-_MAP_BYTES = 1 << 30  # address space only; a full K3 journal holds about 12 MB
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
-    """A shard that was read to its end."""
-
-    sha256: str
-    size_bytes: int
-    mtime_ns: int
+_MAP_BYTES = 1 << 30  # address space only; a full K3 journal holds about 15 MB
 
 
 class Journal:
@@ -45,78 +44,78 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the journal. DamageError when the file is not one; SpaceError when there is no room."""
+        """Read what is there; nothing is written before `begin`.
+
+        DamageError when the file is no journal or what the run was asked for cannot be read, ResumeError for the
+        journal of another version.
+        """
         self.path = path
-        self.experts: dict[ExpertKey, tuple[bytes, ...]] = {}
-        self.tensors: dict[int, tuple[bytes, ...]] = {}
-        self.shards: dict[str, ShardRecord] = {}
-        try:
-            self._environment = lmdb.open(
-                os.fspath(path), subdir=False, lock=False, max_dbs=len(_DATABASES), map_size=_MAP_BYTES
-            )
-        except lmdb.Error as error:
-            raise self._trouble("cannot open the journal", error) from error
-        try:
-            refuse_cut_map(self._environment, path)
-            self._databases = {name: self._environment.open_db(name) for name in _DATABASES}
-            self.request = self._load()
-        except lmdb.Error as error:
-            self.close()
-            raise self._trouble("cannot open the journal", error) from error
-        except DamageError as error:
-            self.close()
-            error.advice = _START_ANEW
-            raise
-        except (ValueError, TypeError, struct.error) as error:
-            self.close()
-            raise DamageError(f"the journal is damaged: {error}", path=path, advice=_START_ANEW) from error
-
-    def _trouble(self, problem: str, error: lmdb.Error) -> K3Error:
-        found = lmdb_error(problem, error, self.path)
-        if isinstance(found, DamageError):
-            found.advice = _START_ANEW
-        return found
-
-    def _load(self) -> dict[str, Any] | None:
-        with self._environment.begin() as transaction:
-            for key, value in transaction.cursor(self._databases[b"experts"]):
-                self.experts[ExpertKey(*EXPERT_KEY.unpack(key))] = _split(value)
-            for key, value in transaction.cursor(self._databases[b"tensors"]):
-                self.tensors[NUMBER_KEY.unpack(key)[0]] = _split(value)
-            for key, value in transaction.cursor(self._databases[b"shards"]):
-                self.shards[bytes(key).decode()] = ShardRecord(**json.loads(value))
-            stored = transaction.get(_REQUEST_KEY, db=self._databases[b"request"])
-        return None if stored is None else dict(json.loads(stored))
-
-    @contextlib.contextmanager
-    def _write(self) -> Iterator[Any]:
-        """A write transaction: all of it becomes durable, or nothing. SpaceError or DriveError if it cannot."""
-        try:
-            with self._environment.begin(write=True) as transaction:
-                yield transaction
-        except lmdb.Error as error:
-            raise self._trouble("cannot write the journal", error) from error
+        self._environment: Any = None
+        self._databases: dict[bytes, Any] = {}
+        found = read_journal(path)
+        self.request = found.request
+        self.experts = found.experts
+        self.tensors = found.tensors
+        self.shards = found.shards
+        self.lost = found.lost
+        """What of an earlier run's records cannot be trusted, a sentence each; those units are left out."""
 
     def begin(self, request: Mapping[str, Any]) -> bool:
         """Bind the journal to a request. True when it continues one; ResumeError names what differs."""
-        if self.request is None:
-            with self._write() as transaction:
-                transaction.put(_REQUEST_KEY, json.dumps(request).encode(), db=self._databases[b"request"])
-            self.request = dict(request)
-            return False
         before = self.request
-        now = json.loads(json.dumps(request))
-        differing = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-        if differing:
-            details = "; ".join(
-                f"{key} was {_short(before.get(key))}, is {_short(now.get(key))}" for key in differing
-            )
-            raise ResumeError(
-                f"an unfinished repack with other parameters is here: {details}",
-                path=self.path.parent,
-                advice="Repeat the first command to continue it, or empty this directory to start anew",
-            )
-        return True
+        if before is not None:
+            now = json.loads(json.dumps(request))
+            differing = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+            if differing:
+                details = "; ".join(
+                    f"{key} was {_short(before.get(key))}, is {_short(now.get(key))}" for key in differing
+                )
+                raise ResumeError(
+                    f"an unfinished repack with other parameters is here: {details}",
+                    path=self.path.parent,
+                    advice="Repeat the first command to continue it, or empty this directory to start anew",
+                )
+        self.request = dict(request)
+        self._write_anew()
+        return before is not None
+
+    def _write_anew(self) -> None:
+        """Write all that is known into a new file under the journal's name: LMDB never opens one that it finds.
+
+        Pages that were damaged, or made by somebody else, are so left behind.
+        """
+        with contextlib.ExitStack() as undo:
+            try:
+                remove_unguessed(self.path.parent, "journal")
+                descriptor, aside = create_unguessed(self.path.parent, "journal")
+                undo.callback(lambda: aside.unlink(missing_ok=True))
+                undo.callback(os.close, descriptor)
+                self._environment = lmdb.open(
+                    path_of(descriptor, aside),
+                    subdir=False,
+                    lock=False,
+                    max_dbs=len(DATABASES),
+                    map_size=_MAP_BYTES,
+                )
+                with self._write() as transaction:
+                    self._databases = {
+                        name: self._environment.open_db(name, txn=transaction) for name in DATABASES
+                    }
+                    self._put_request(transaction)
+                with self._write() as transaction:  # so that each of LMDB's two meta pages knows the request
+                    self._put_request(transaction)
+                    self._put(transaction, self.experts, self.tensors, self.shards)
+                sync_file(descriptor, aside)
+                os.replace(aside, self.path)  # noqa: PTH105 - one system call that tests can watch on every Python
+                undo.pop_all()
+                os.close(descriptor)
+            except lmdb.Error as error:
+                raise self._trouble("cannot write the journal", error) from error
+            except OSError as error:
+                raise drive_error(
+                    "cannot write the journal", error, self.path, operation=Operation.MAKE
+                ) from error
+        sync_directory(self.path.parent)
 
     def commit(
         self,
@@ -126,14 +125,7 @@ class Journal:
     ) -> None:
         """Record units and shards whose bytes are durable."""
         with self._write() as transaction:
-            for key, digests in experts.items():
-                packed = EXPERT_KEY.pack(key.layer, key.expert)
-                transaction.put(packed, b"".join(digests), db=self._databases[b"experts"])
-            for position, digests in tensors.items():
-                transaction.put(NUMBER_KEY.pack(position), b"".join(digests), db=self._databases[b"tensors"])
-            for name, record in shards.items():
-                value = {"sha256": record.sha256, "size_bytes": record.size_bytes, "mtime_ns": record.mtime_ns}
-                transaction.put(name.encode(), json.dumps(value).encode(), db=self._databases[b"shards"])
+            self._put(transaction, experts, tensors, shards)
         self.experts.update(experts)
         self.tensors.update(tensors)
         self.shards.update(shards)
@@ -154,12 +146,45 @@ class Journal:
 
     def close(self) -> None:
         """Close the file."""
-        self._environment.close()
+        if self._environment is not None:
+            self._environment.close()
+            self._environment = None
 
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[Any]:
+        """A write transaction: all of it becomes durable, or nothing. SpaceError or DriveError if it cannot."""
+        try:
+            with self._environment.begin(write=True) as transaction:
+                yield transaction
+        except lmdb.Error as error:
+            raise self._trouble("cannot write the journal", error) from error
 
-def _split(value: bytes) -> tuple[bytes, ...]:
-    data = bytes(value)
-    return tuple(data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES))
+    def _put_request(self, transaction: Any) -> None:
+        value = json.dumps(self.request).encode()
+        transaction.put(REQUEST_KEY, sealed(REQUEST_KEY, value), db=self._databases[b"request"])
+
+    def _put(
+        self,
+        transaction: Any,
+        experts: Mapping[ExpertKey, tuple[bytes, ...]],
+        tensors: Mapping[int, tuple[bytes, ...]],
+        shards: Mapping[str, ShardRecord],
+    ) -> None:
+        def put(database: bytes, key: bytes, value: bytes) -> None:
+            transaction.put(key, sealed(key, value), db=self._databases[database])
+
+        for expert, digests in experts.items():
+            put(b"experts", EXPERT_KEY.pack(expert.layer, expert.expert), b"".join(digests))
+        for position, digests in tensors.items():
+            put(b"tensors", NUMBER_KEY.pack(position), b"".join(digests))
+        for name, record in shards.items():
+            put(b"shards", name.encode(), pack_shard(record))
+
+    def _trouble(self, problem: str, error: lmdb.Error) -> K3Error:
+        found = lmdb_error(problem, error, self.path)
+        if isinstance(found, DamageError):
+            found.advice = START_ANEW
+        return found
 
 
 def _short(value: object) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from k3.container.direct import ReadFile, WriteFile
+from k3.container.direct import ReadFile, WriteFile, drive_error
+from k3.container.errno_advice import Operation
+from k3.container.new_file import create_unguessed, remove_unguessed
 from k3.container.pages import huge_buffer, populate
 
 PROBE_BYTES = 128 << 20
 REQUEST_BYTES = 4 << 20
 DEPTH = 4
-PROBE_NAME = "k3-probe.partial"
 SAME_SPEED = 1.10
 """Rates within 10 % of each other are noise: the drives get equal shares."""
 
@@ -42,7 +44,13 @@ def read_rate(path: Path, *, limit_bytes: int = PROBE_BYTES) -> float | None:
 
 def drive_rate(directory: Path) -> float:
     """Bytes per second of reading back a scratch file written in `directory`; the file is removed."""
-    path = directory / PROBE_NAME
+    try:
+        remove_unguessed(directory, "probe")
+        descriptor, path = create_unguessed(directory, "probe")
+        os.close(descriptor)
+    except OSError as error:
+        problem = "cannot make a file to measure the drive with"
+        raise drive_error(problem, error, directory, operation=Operation.MAKE) from error
     data = huge_buffer(REQUEST_BYTES)
     data[:] = 0xA5
     try:

@@ -16,9 +16,10 @@ from typing import Any
 from k3.container import checksum
 from k3.container.direct import drive_error, sync_directory
 from k3.container.errno_advice import Operation
-from k3.container.errors import K3Error, ShardError
+from k3.container.errors import DamageError, K3Error, ShardError
 from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.layout import (
+    DIGEST_BYTES,
     EXPERTS_DIRECTORY,
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -33,7 +34,8 @@ from k3.repack.compare import compare_with_source
 from k3.repack.comparison import Comparison
 from k3.repack.durable import refuse_unfinished
 from k3.repack.existing import is_in_place, recognise, refuse_foreign_files
-from k3.repack.journal import Journal, ShardRecord
+from k3.repack.journal import Journal
+from k3.repack.journal_file import START_ANEW, ShardRecord
 from k3.repack.lock import RootLocks
 from k3.repack.plan import Plan
 from k3.repack.preflight import check_file_sizes, check_space, drive_needs
@@ -275,6 +277,10 @@ def _status(path: Path) -> os.stat_result:
 def _resume(
     plan: Plan, directories: Mapping[int, Path], journal: Journal, request: RepackRequest, watcher: Watcher
 ) -> Recheck:
+    unknown = _forget_unfit(plan, journal)
+    if journal.lost or unknown:
+        first = journal.lost[0] if journal.lost else "units are recorded that do not fit the plan"
+        watcher.note(f"the journal is damaged ({first}); the units that it lost are made again")
     _forget_unproven(plan, journal)
     total = journalled_bytes(plan, journal)
     watcher.note(f"continuing an unfinished repack: {total / 1e9:.2f} GB are there and are read back first")
@@ -285,6 +291,28 @@ def _resume(
         journal.forget(result.bad_experts, result.bad_tensors)
     _reopen_incomplete(plan, directories, journal)
     return result
+
+
+def _forget_unfit(plan: Plan, journal: Journal) -> int:
+    """Drop units that the plan does not have, or that have another number of extents in it; returns how many."""
+    known = set(plan.experts())
+    experts = [
+        key
+        for key, digests in journal.experts.items()
+        if key not in known or not _are_digests(digests, len(plan.expert_spans(key)))
+    ]
+    extents = {tensor.position: 1 if tensor.scales is None else 2 for tensor in plan.tensors}
+    tensors = [
+        position
+        for position, digests in journal.tensors.items()
+        if position not in extents or not _are_digests(digests, extents[position])
+    ]
+    journal.forget(experts, tensors)
+    return len(experts) + len(tensors)
+
+
+def _are_digests(found: tuple[bytes, ...], count: int) -> bool:
+    return len(found) == count and all(len(digest) == DIGEST_BYTES for digest in found)
 
 
 def _forget_unproven(plan: Plan, journal: Journal) -> None:
@@ -346,7 +374,20 @@ def _recorded_shares(journal_path: Path) -> tuple[tuple[int, ...], dict[int, int
         journal.close()
     if before is None:
         return None
-    return tuple(before["shares"]), {int(number): rate for number, rate in before["probes"].items()}
+    return _shares_of(before, journal_path)
+
+
+def _shares_of(before: Mapping[str, Any], path: Path) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Shares and rates of a journal's request: it is ours by its digest, and may be anybody's all the same."""
+    shares, probes = before.get("shares"), before.get("probes")
+    if (
+        type(shares) is not list
+        or not all(type(share) is int and share >= 0 for share in shares)
+        or type(probes) is not dict
+        or not all(key.isdecimal() and type(rate) is int and rate >= 0 for key, rate in probes.items())
+    ):
+        raise DamageError("the journal has no shares that a run could go on with", path=path, advice=START_ANEW)
+    return tuple(shares), {int(number): rate for number, rate in probes.items()}
 
 
 def _request_record(

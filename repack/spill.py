@@ -18,6 +18,7 @@ from k3.container.direct import Bytes, drive_error
 from k3.container.errno_advice import Operation
 from k3.container.errors import DamageError
 from k3.container.keys import ExpertKey, page_ceil
+from k3.container.new_file import create_nameless
 from k3.repack.plan import ExpertRoute, Plan
 
 
@@ -29,7 +30,7 @@ class _Spilled:
 
 
 class Scratch:
-    """The scratch file, made on first use and without a name from then on, so that a killed run leaves none.
+    """The scratch file, made on first use and without a name, so that a killed run leaves none.
 
     Used from the streaming thread only.
     """
@@ -50,8 +51,7 @@ class Scratch:
         """Give an expert a slot."""
         if self._fd < 0:
             try:
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-                self._path.unlink()
+                self._fd = create_nameless(self._path.parent, "scratch")
             except OSError as error:
                 raise drive_error(
                     "cannot make the scratch file", error, self._path, operation=Operation.MAKE

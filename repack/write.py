@@ -20,7 +20,8 @@ from k3.container.keys import ExpertKey
 from k3.container.layout import PARTIAL_SUFFIX
 from k3.repack.buffers import BufferPool
 from k3.repack.interrupts import result, submit
-from k3.repack.journal import Journal, ShardRecord
+from k3.repack.journal import Journal
+from k3.repack.journal_file import ShardRecord
 from k3.repack.plan import Plan, PlannedTensor, Span
 
 COMMIT_BYTES = 1 << 30

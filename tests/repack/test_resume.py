@@ -17,7 +17,8 @@ from k3.container.errors import DamageError, ResumeError
 from k3.container.keys import ExpertKey
 from k3.container.recipe import Recipe
 from k3.repack import publish, run
-from k3.repack.journal import Journal, ShardRecord
+from k3.repack.journal import Journal
+from k3.repack.journal_file import ShardRecord
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic import write_snapshot
