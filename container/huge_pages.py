@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,12 +57,22 @@ class HugePages:
 def huge_pages(buffers: Iterable[Bytes | memoryview]) -> HugePages:
     """What buffers made by `huge_buffer` got, as far as they are in use now. Whole ones, not parts of them.
 
-    Less than one huge page is nothing that was asked for. Neither is anything where the kernel does not tell
-    (no /proc/self/smaps).
+    Less than one huge page is nothing that was asked for. Neither is anything where the system does not tell
+    (no /proc/self/smaps, no descriptor left for it): this is a remark on speed, and comes with results that must
+    not get lost by it.
     """
     sizes = {address(buffer): len(buffer) for buffer in buffers if len(buffer) >= HUGE_PAGE_BYTES}
+    if not sizes:
+        return HugePages()
+    try:
+        return _granted(sizes)
+    except OSError:
+        return HugePages()
+
+
+def _granted(sizes: Mapping[int, int]) -> HugePages:
     found = HugePages()
-    if sizes and _SMAPS.exists():
+    if _SMAPS.exists():
         with _SMAPS.open() as lines:
             for addresses, resident_bytes, huge_bytes in _mappings(lines):
                 # One, that is the whole mapping; only a kernel without huge pages lets several share one.

@@ -239,31 +239,41 @@ class _Check:
 
     def _check_run(self, file: ReadFile | None, run: list[Target], buffer: Bytes) -> None:
         nbytes = run[-1].end - run[0].offset
-        good: list[Target] = []
-        if file is not None and len(run) > 1 and run[-1].end <= file.size_bytes:
-            good = self._good_together(file, run, buffer)
+        found: list[tuple[Target, Finding]] = []
         if file is not None:
+            good: set[Target] = set()
+            together = len(run) > 1 and run[-1].end <= file.size_bytes
+            refused = together and not self._read_together(file, run, buffer, good)
             for target in run:
                 finding = None if target in good else self._check_alone(file, target, buffer)
+                if finding is None and together and not refused and target not in good:
+                    problem = "read together with its neighbours it had another digest, the second read was right"
+                    finding = self._finding(Kind.UNSTABLE, problem, file, target)
                 if finding is not None:
-                    with self._lock:
-                        self._found.append((target, finding))
+                    found.append((target, finding))
+            if refused and not found:
+                problem = f"the drive refused to read {nbytes} bytes from here at once, then gave them one by one"
+                found.append((run[0], self._finding(Kind.UNSTABLE, problem, file, run[0])))
         with self._lock:
+            self._found += found
             if file is None:
                 self._skipped += len(run)
             self._on_bytes(nbytes)
 
-    def _good_together(self, file: ReadFile, run: list[Target], buffer: Bytes) -> list[Target]:
-        """Of neighbours read at once, those that are right; the others get a closer look, one by one."""
+    def _read_together(self, file: ReadFile, run: list[Target], buffer: Bytes, good: set[Target]) -> bool:
+        """Read neighbours at once and add those that are right to `good`; others get a closer look, one by one.
+
+        False when the drive refused.
+        """
         start = run[0].offset
         try:
             stored = file.read(start, run[-1].end - start, buffer)
         except DriveError:
-            return []
-        good = [t for t in run if checksum.digest(stored[t.offset - start : t.end - start]) == t.digest]
+            return False
+        good.update(t for t in run if checksum.digest(stored[t.offset - start : t.end - start]) == t.digest)
         for target in good:
             self._tally.settle(target)
-        return good
+        return True
 
     def _check_alone(self, file: ReadFile, target: Target, buffer: Bytes) -> Finding | None:
         """What is wrong with one extent, None if nothing is."""

@@ -130,6 +130,16 @@ def test_a_bad_first_read_is_told_apart(built: Built) -> None:
     assert (finding.kind, finding.expert, finding.offset) == (Kind.UNSTABLE, 2, extent.offset)
 
 
+def test_a_bad_read_together_with_neighbours_is_told(built: Built) -> None:
+    """One read in which a byte was wrong, though alone the extent is right at once."""
+    path, extent = built.piece(1, 2)
+    for kind in ("flip", "eio"):
+        result = check(built, opener=DriveFaults([Fault(kind, path, extent.offset + 4500)]).open)
+        assert only(result).kind is Kind.UNSTABLE
+        assert only(result).path == str(path)
+        assert result.ledger.complete
+
+
 def test_a_drive_that_refuses_a_place(built: Built) -> None:
     path, extent = built.piece(1, 2)
     inside = extent.offset + 4500  # in a page that is this extent's alone
