@@ -162,7 +162,10 @@ def measure(engine: Loaded, meter: MemoryMeter, past: int, steps: int) -> dict[s
     """Steps with and without the clocks, in turns. All times in ns for one step; rates in bytes per second."""
     session, ids = engine.session(past, 2 * steps + 2), engine.ids(2 * steps + 2, 1)
     session.step(ids[0])
-    clock, rates, bare_ns, clocked_ns = Clock(), [], [], []
+    clock = Clock()
+    rates: list[float] = []
+    bare_ns: list[int] = []
+    clocked_ns: list[int] = []
     misses_before = engine.experts.stats().misses
     for number, token in enumerate(ids[1 : 2 * steps + 1]):
         rates.append(meter.bytes_per_s())

@@ -69,7 +69,7 @@ def main() -> None:
         )
         for kind in kinds
     }
-    report = {
+    report: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "kinds": found,

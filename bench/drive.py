@@ -57,19 +57,19 @@ def read_and_write(paths: Sequence[Path], target: Path, nbytes: int) -> float:
     return elapsed_s
 
 
-def _buffers() -> list[Bytes]:
+def _buffers() -> list[memoryview]:
     buffers = [huge_buffer(BLOCK_BYTES) for _ in range(DEPTH)]
     for buffer in buffers:
         populate(buffer)
-    return buffers
+    return [buffer.data for buffer in buffers]
 
 
-def _read(paths: Sequence[Path], buffers: Sequence[Bytes]) -> None:
+def _read(paths: Sequence[Path], buffers: Sequence[memoryview]) -> None:
     for path in paths:
         _lanes(path, path.stat().st_size, os.O_RDONLY, os.preadv, buffers)
 
 
-def _write(path: Path, nbytes: int, buffers: Sequence[Bytes]) -> None:
+def _write(path: Path, nbytes: int, buffers: Sequence[memoryview]) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     os.posix_fallocate(descriptor, 0, nbytes)
     _lanes(path, nbytes, os.O_RDWR, os.pwritev, buffers)
@@ -81,8 +81,8 @@ def _lanes(
     path: Path,
     nbytes: int,
     flags: int,
-    transfer: Callable[[int, Sequence[Bytes], int], int],
-    buffers: Sequence[Bytes],
+    transfer: Callable[[int, Sequence[memoryview], int], int],
+    buffers: Sequence[memoryview],
 ) -> None:
     descriptor = os.open(path, flags | os.O_DIRECT)
     failures: list[OSError] = []

@@ -160,7 +160,7 @@ def plain(path: Path, order: list[int], depth: int, meter: Meter) -> None:
                 chunk = next(todo, None)
             if chunk is None:
                 return
-            assert os.preadv(descriptor, [buffer[: chunk[1]]], chunk[0]) == chunk[1]
+            assert os.preadv(descriptor, [buffer[: chunk[1]].data], chunk[0]) == chunk[1]
 
     begin = threading.Barrier(depth + 1)
     threads = [threading.Thread(target=work) for _ in range(depth)]

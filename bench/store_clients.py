@@ -55,7 +55,7 @@ def latency_round(daemon: Daemon, layer: int, count: int, rounds: int) -> dict[s
 
     for lease in source.lease(layer, experts):  # from here on all of it is in RAM
         lease.release()
-    found = {}
+    found: dict[str, float] = {}
     for name, step in (("ring", by_ring), ("source", by_source)):
         for _ in range(min(rounds, 200)):
             step()
@@ -106,7 +106,7 @@ def sharing(
     slots = max(most * picked + 4, experts // 2)
     slot_bytes = slot_bytes_for(container.expert_layout(layers[0]).payload_bytes)
     cache_gb = slots * slot_bytes / 1e9
-    answers = set()
+    answers: set[str] = set()
 
     def replays(count: int, delay_s: float = 0.0) -> tuple[int, float]:
         """Bytes read, and seconds until the last client was done."""

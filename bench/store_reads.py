@@ -169,8 +169,8 @@ def in_turns(container: Container, ways: dict[str, Turn], rounds: int, seed: int
         for way, block in zip(order, blocks, strict=True):
             took_s, cpu_s = ways[way](block)
             found[way] += (stored_bytes(container, block) / 1e9, took_s, cpu_s)
-        yield {f"{way}_gb_per_s": gb / took_s for way, (gb, took_s, _) in found.items()} | {
-            f"{way}_cpu_s_per_gb": cpu_s / gb for way, (gb, _, cpu_s) in found.items()
+        yield {f"{way}_gb_per_s": float(gb / took_s) for way, (gb, took_s, _) in found.items()} | {
+            f"{way}_cpu_s_per_gb": float(cpu_s / gb) for way, (gb, _, cpu_s) in found.items()
         }
 
 

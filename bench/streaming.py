@@ -174,7 +174,7 @@ def raw_rate(rig: Rig, beside: Callable[[], object] | None = None) -> float:
                 if part is None:
                     return
                 path, offset, place, nbytes = part
-                assert os.preadv(files[path], [slots[place : place + nbytes]], offset) == nbytes
+                assert os.preadv(files[path], [slots[place : place + nbytes].data], offset) == nbytes
                 read_bytes[number] += nbytes
         except BaseException as error:
             failures.append(error)

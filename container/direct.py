@@ -51,6 +51,11 @@ def aligned_buffer(nbytes: int) -> Bytes:
     return np.frombuffer(mmap.mmap(-1, max(PAGE_BYTES, page_ceil(nbytes))), dtype=np.uint8)
 
 
+def memory_of(buffer: Bytes | memoryview) -> memoryview:
+    """Return the bytes of either kind of buffer as one type, which Python's own functions take."""
+    return buffer if isinstance(buffer, memoryview) else buffer.data
+
+
 def span_bytes(offset: int, length: int) -> int:
     """Capacity that `ReadFile.read(offset, length, into)` needs: whole pages around the range."""
     return page_ceil(offset + length) - offset // PAGE_BYTES * PAGE_BYTES
@@ -236,7 +241,7 @@ class ReadFile(_File):
         try:
             with open(self.path, "rb", buffering=0) as file:
                 while page < stop:
-                    count = os.preadv(file.fileno(), [into[page:stop]], start + page)
+                    count = os.preadv(file.fileno(), [memory_of(into[page:stop])], start + page)
                     if count == 0:
                         raise DriveError(
                             "file ended while reading", path=self.path, offset=start + page, advice=CUT_ADVICE
@@ -303,8 +308,8 @@ class WriteFile(_File):
         probe = aligned_buffer(PAGE_BYTES)
         try:
             # The first page is a header: writing back what is there cannot lose anything.
-            if os.preadv(fd, [probe], 0) == PAGE_BYTES:
-                os.pwritev(fd, [probe], 0)
+            if os.preadv(fd, [probe.data], 0) == PAGE_BYTES:
+                os.pwritev(fd, [probe.data], 0)
         except OSError as error:
             os.close(fd)
             if error.errno in NOT_SUPPORTED:

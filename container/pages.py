@@ -14,7 +14,7 @@ import errno
 import mmap
 import os
 
-from k3.container.direct import Bytes
+from k3.container.direct import Bytes, memory_of
 from k3.container.keys import PAGE_BYTES, page_ceil
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -57,7 +57,7 @@ def huge_memory(nbytes: int) -> memoryview:
 
 def address(buffer: Bytes | memoryview) -> int:
     """Where a writable buffer begins in memory."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory_of(buffer)))
 
 
 def populate(buffer: Bytes | memoryview) -> None:
@@ -73,7 +73,7 @@ def populate(buffer: Bytes | memoryview) -> None:
         return
     number = ctypes.get_errno()
     if number in _REFUSES_POPULATE:
-        touched = memoryview(buffer)[::PAGE_BYTES]
+        touched = memory_of(buffer)[::PAGE_BYTES]
         touched[:] = bytes(touched)  # a kernel before 5.14: writing is what makes a page present
         return
     raise MemoryError(f"cannot populate {len(buffer)} bytes: {os.strerror(number)}")

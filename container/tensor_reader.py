@@ -107,4 +107,4 @@ def _quantize(
 def _fill(file: RegularFile, offset: int, array: npt.NDArray[Any]) -> None:
     """Fill a contiguous array from the file; an empty one needs no read."""
     if array.nbytes:
-        file.read_into(offset, memoryview(array.reshape(-1).view(np.uint8)))
+        file.read_into(offset, array.reshape(-1).view(np.uint8).data)

@@ -92,7 +92,7 @@ class Scratch:
             done = 0
             while done < nbytes:
                 try:
-                    count = os.preadv(self._fd, [part[done:]], base + offset + done)
+                    count = os.preadv(self._fd, [part[done:].data], base + offset + done)
                 except OSError as error:
                     raise drive_error("cannot read", error, self._path, base + offset + done) from error
                 if count == 0:

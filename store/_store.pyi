@@ -2,12 +2,13 @@
 # store/native.py is the face that other modules use for Server and ClientRing; Policy is used as it is.
 
 from collections import deque
-from collections.abc import Buffer, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
 Payload = npt.NDArray[np.uint8]
 _R = TypeVar("_R")

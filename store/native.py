@@ -319,7 +319,7 @@ class NativeRing:
 
     def payload(self, offset: int, payload_bytes: int) -> Payload:
         """A read-only view of the arena. It stays mapped as long as the view lives, also after `close`."""
-        view: Payload = np.frombuffer(self._ring, dtype=np.uint8, count=payload_bytes, offset=offset)
+        view: Payload = np.frombuffer(memoryview(self._ring), dtype=np.uint8, count=payload_bytes, offset=offset)
         return view
 
     def close(self) -> None:
@@ -355,7 +355,7 @@ def map_shared(fd: int, size_bytes: int, *, writable: bool = False) -> Payload:
     """
     if size_bytes == 0:
         return np.frombuffer(b"", dtype=np.uint8)
-    view: Payload = np.frombuffer(SharedMapping(fd, size_bytes, writable), dtype=np.uint8)
+    view: Payload = np.frombuffer(memoryview(SharedMapping(fd, size_bytes, writable)), dtype=np.uint8)
     return view
 
 

@@ -126,7 +126,7 @@ def read_only(payload: Payload) -> Payload:
     """A view of the same bytes that cannot be made writable again."""
     import numpy as np
 
-    view: Payload = np.frombuffer(memoryview(payload).toreadonly(), dtype=np.uint8)
+    view: Payload = np.frombuffer(payload.data.toreadonly(), dtype=np.uint8)
     return view
 
 

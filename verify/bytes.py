@@ -311,7 +311,7 @@ class _Check:
         for offset in range(target.offset, target.end, CHUNK_BYTES):
             if self._stop.is_set():
                 break
-            hasher.update(file.read(offset, min(CHUNK_BYTES, target.end - offset), buffer))
+            hasher.update(file.read(offset, min(CHUNK_BYTES, target.end - offset), buffer).data)
         return bytes(hasher.digest())
 
     def _finding(self, kind: Kind, problem: str, file: ReadFile, target: Target) -> Finding:
