@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from k3.container.direct import Bytes
 from k3.container.pages import huge_buffer, populate
 
 BLOCK_BYTES = 8 << 20

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -131,7 +132,7 @@ def test_a_catalog_that_is_cut_while_it_is_read_is_no_matter(catalog: bytes, tmp
     assert reader.expert(2, 7) is not None
 
 
-RECORDS = {
+RECORDS: dict[str, list[dict[str, Any]]] = {
     "layers": [{"block": 1}, {"experts": -1}, {"experts": True}, {"experts": 1 << 21}, {"parts": {}},
                {"parts": [1]}, {"parts": [{}]}, {"block": "a\x1bb"},
                {"parts": [{"name": "w", "dtype": "Q9", "shape": []}]},

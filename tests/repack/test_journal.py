@@ -18,8 +18,8 @@ from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord, read_journal, sealed
 from k3.verify.synthetic import write_snapshot
 from tests.support.mutants import MUTATIONS, mutated
-from tests.support.repacked import WIDE
-from tests.support.resumed import Case, request_in, stop_after, tree
+from tests.support.repacked import WIDE, tree
+from tests.support.resumed import Case, request_in, stop_after
 
 REQUEST = {"shares": [1, 2], "probes": {}, "shards": [[f"model-{n:05}", n, None] for n in range(300)]}
 EXPERTS = {ExpertKey(n // 60, n % 60): (n.to_bytes(16, "big"), bytes(16)) for n in range(400)}

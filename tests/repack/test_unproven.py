@@ -29,7 +29,8 @@ from k3.repack.cli import main
 from k3.repack.compare import compare_with_source
 from k3.repack.comparison import EXIT_CODES, Cause, Comparison, Difference, Unit, required_units
 from k3.repack.durable import durable_units, refuse_unfinished
-from k3.repack.journal import Journal, ShardRecord
+from k3.repack.journal import Journal
+from k3.repack.journal_file import ShardRecord
 from k3.repack.plan import Plan
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
