@@ -25,6 +25,7 @@ from k3.container.direct import drive_error
 from k3.container.errno_advice import Operation
 from k3.container.errors import EXIT_CODE_HELP, ExitCode, K3Error, UnsupportedError
 from k3.container.notes import take_notes
+from k3.container.wording import visible, visible_text
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -163,6 +164,11 @@ def version_option(command: _Command) -> _Command:
     return option(command)
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines for people, on stderr with `err`. Nothing in them has power over a terminal."""
+    click.echo(visible_text(text), err=err)
+
+
 def emit_json(message_type: str, **fields: Any) -> None:
     """One JSON object as a line on stdout, in ASCII: names from a file system may be no text at all."""
     sys.stdout.write(json.dumps({"type": message_type, **fields}) + "\n")
@@ -274,7 +280,7 @@ class Progress:
         """Name what is being worked on, usually a shard."""
         self._item = name
         if bar := self._bar():
-            bar.set_postfix_str(name, refresh=False)
+            bar.set_postfix_str(visible(name), refresh=False)
 
     def advance(self, nbytes: int) -> None:
         """Count `nbytes` more as done."""

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -124,6 +125,10 @@ def memory_error(problem: str, error: OSError, operation: Operation = Operation.
     return UnsupportedError(f"{problem}: {found.reason}", advice=found.advice)
 
 
+_IRREGULAR = "Put the file itself there"
+_NOT_OURS = "Remove it, or choose another directory; nothing was written to it"
+
+
 class _File:
     """A descriptor that is closed once, and on leaving a with block."""
 
@@ -160,7 +165,9 @@ class ReadFile(_File):
     def __init__(self, path: Path, *, direct: bool = True, preadv: Preadv = os.preadv) -> None:
         super().__init__(path)
         self._preadv = preadv
-        flags = os.O_RDONLY | os.O_CLOEXEC
+        flags = (
+            os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # a pipe without a writer would block; files do not care
         try:
             if direct:
                 self._fd = self._open_direct(flags)
@@ -168,7 +175,13 @@ class ReadFile(_File):
                 self._fd = os.open(path, flags)
             else:
                 self.direct = True
-            self.size_bytes = os.fstat(self._fd).st_size
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise DriveError("no regular file, but a pipe, device or directory", path=path, advice=_IRREGULAR)
+            self.size_bytes = status.st_size
+        except DriveError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise drive_error("cannot open for reading", error, path) from error
@@ -181,6 +194,8 @@ class ReadFile(_File):
             if error.errno in NOT_SUPPORTED:
                 return -1
             raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd  # to be refused by name, not read
         try:
             os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
         except OSError as error:
@@ -270,8 +285,9 @@ class ReadFile(_File):
 class WriteFile(_File):
     """One file opened for positioned writes of whole pages.
 
-    Creates the file if needed, sizes it to `size_bytes` (an existing one keeps its bytes) and reserves the
-    space where the file system can, so that a full drive shows at once. SpaceError or DriveError otherwise.
+    Never writes through a link, nor into a file that has a second name. Creates the file if needed, sizes it to
+    `size_bytes` (an existing one keeps its bytes) and reserves the space where the file system can, so that a full
+    drive shows at once. SpaceError or DriveError otherwise.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, direct: bool = True, pwritev: Pwritev = os.pwritev) -> None:
@@ -279,14 +295,23 @@ class WriteFile(_File):
         assert size_bytes % PAGE_BYTES == 0
         self.size_bytes = size_bytes
         self._pwritev = pwritev
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
+            if path.is_symlink():
+                raise DriveError("a link is where a file should be written", path=path, advice=_NOT_OURS)
             self._fd = os.open(path, flags, 0o644)
-            if os.fstat(self._fd).st_size != size_bytes:
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+                problem = "what is here is no file, or a file that has a second name"
+                raise DriveError(problem, path=path, advice=_NOT_OURS)
+            if status.st_size != size_bytes:
                 os.ftruncate(self._fd, size_bytes)
             self._reserve(size_bytes)
             if direct:
                 self._switch_to_direct(flags)
+        except DriveError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise drive_error("cannot open for writing", error, path, operation=Operation.MAKE) from error

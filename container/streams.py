@@ -10,6 +10,8 @@ import os
 import sys
 from typing import TextIO
 
+from k3.container.wording import visible_text
+
 CLOSED_PIPE = 141
 """Exit status when the reader of the output has gone: what a shell shows for a command that SIGPIPE ended."""
 
@@ -29,7 +31,7 @@ def say(text: str) -> None:
     BrokenPipeError when its reader has gone.
     """
     try:
-        sys.stderr.write(text)
+        sys.stderr.write(visible_text(text))
         sys.stderr.flush()
     except BrokenPipeError:
         raise

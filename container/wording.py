@@ -46,6 +46,11 @@ def visible_lines(text: str) -> str:
     return _CONTROLS.sub(lambda match: _escape(match[0]), text)
 
 
+def visible_text(text: str) -> str:
+    """As `visible`, but of several lines: for what commands print for people."""
+    return "\n".join(visible(line) for line in text.split("\n"))
+
+
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
 

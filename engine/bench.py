@@ -26,6 +26,7 @@ from k3.container.keys import Encoding
 from k3.container.memory_limit import gb, memory_limit
 from k3.container.reader import Container
 from k3.container.snapshot import Snapshot
+from k3.container.streams import say
 from k3.engine.bench_table import Format, Machine, ReadsFrom, Result, Sample, Table, Workload, open_table
 from k3.engine.ceilings import MEMORY_BYTES, MemoryMeter, drive_rate
 from k3.engine.finding import OpenedModel
@@ -82,7 +83,7 @@ def bench(settings: BenchSettings) -> None:
         finally:
             table.end()
         for warning in read_warnings(ready.experts, ready.weights, direct=settings.model.direct):
-            sys.stderr.write(f"warning: {warning}\n")
+            say(f"warning: {warning}\n")
 
 
 def planned(settings: BenchSettings) -> list[Workload]:

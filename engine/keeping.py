@@ -6,13 +6,13 @@ docs/state_file.md section 5 is what this module does. Main thread only.
 from __future__ import annotations
 
 import stat
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from k3.container.direct import drive_error
 from k3.container.errors import K3Error
+from k3.container.streams import say
 from k3.engine.config import ModelConfig
 from k3.engine.interrupts import HeldInterrupts
 from k3.engine.session import Session
@@ -88,12 +88,12 @@ class Keeper:
     def _rescue(self, path: Path) -> None:
         if self._session.broken:
             there = "" if self._kept is None else f"; {path} has that of {self._kept[0]} tokens"
-            sys.stderr.write(f"the pass was not finished, so its state is not saved{there}\n")
+            say(f"the pass was not finished, so its state is not saved{there}\n")
             return
         try:
             self.save()
         except K3Error as error:
-            sys.stderr.write(f"warning: {error}\n")
+            say(f"warning: {error}\n")
             return
         if self._session.position:
-            sys.stderr.write(f"state of {self._session.position} tokens saved in {path}\n")
+            say(f"state of {self._session.position} tokens saved in {path}\n")

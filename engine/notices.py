@@ -10,6 +10,7 @@ import logging
 import sys
 from types import TracebackType
 
+from k3.container.wording import visible
 from k3.engine.output import Output
 
 _LOGGER = logging.getLogger("k3.store")
@@ -26,7 +27,7 @@ class Notices(logging.Handler):
         """See logging.Handler."""
         try:
             broken = self._output.mid_line and sys.stdout.isatty()
-            sys.stderr.write(("\n" if broken else "") + self.format(record) + "\n")
+            sys.stderr.write(("\n" if broken else "") + visible(self.format(record)) + "\n")
             sys.stderr.flush()
         except Exception:
             self.handleError(record)

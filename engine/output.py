@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from k3.container.console import emit_json
+from k3.container.wording import visible_lines
 from k3.engine.detokenizer import Detokenizer
 from k3.engine.report import Report
 from k3.engine.settings import SamplerOptions
@@ -36,7 +37,8 @@ class Output(Protocol):
 class TextOutput:
     """Text as its characters become complete; without a tokenizer, ids separated by commas.
 
-    A stop token is not text, but it is an id.
+    A stop token is not text, but it is an id. On a terminal, control characters other than line ends and tabs are
+    written as escapes, since a terminal would obey them; a pipe or a file gets the text as it is.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
@@ -44,6 +46,7 @@ class TextOutput:
         self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._begun = False
         self._mid_line = False
+        self._shows_controls = sys.stdout.isatty()
 
     @property
     def mid_line(self) -> bool:
@@ -72,6 +75,8 @@ class TextOutput:
         self._mid_line = not text.endswith("\n") if text else self._mid_line
         # A terminal that cannot show a character gets a question mark; the generation goes on.
         encoding = sys.stdout.encoding or "utf-8"
+        if self._shows_controls:
+            text = visible_lines(text)
         sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
         sys.stdout.flush()
 

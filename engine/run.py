@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3.container.errors import K3Error, UnsupportedError
+from k3.container.streams import say
 from k3.engine.keeping import Keeper
 from k3.engine.loading import LoadingWeights
 from k3.engine.logits_file import LogitsFile
@@ -60,7 +61,7 @@ def generate(launched: Launched, settings: RunSettings) -> None:
             session = Session(built.model, request.capacity, settings.chunk)
             _run_session(session, built.experts, request, settings, sinks.logits, report)
             for warning in read_warnings(built.experts, launched.weights, direct=settings.model.direct):
-                sys.stderr.write(f"warning: {warning}\n")
+                say(f"warning: {warning}\n")
         if sinks.logits is not None:
             sinks.logits.publish()
 

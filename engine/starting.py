@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from k3.container.memory_limit import Limit, memory_limit
+from k3.container.streams import say
 from k3.engine.finding import OpenedModel, open_model_files
 from k3.engine.loading import LoadingWeights, check_dense_fits, loading_weights, without
 from k3.engine.prompt import check_given
@@ -44,7 +45,7 @@ def opened_model(settings: ModelSettings) -> Iterator[OpenedModel]:
     """Open the model that the settings name, print its warnings, and close it with the block."""
     with contextlib.closing(open_model_files(settings)) as opened:
         for warning in opened.warnings:
-            sys.stderr.write(f"warning: {warning}\n")
+            say(f"warning: {warning}\n")
         yield opened
 
 

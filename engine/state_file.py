@@ -191,7 +191,7 @@ def write_state(
     """
     layout = StateLayout.of(binding, config, len(tokens), state.position, prompt)
     given: dict[str, Array] = {"tokens": np.asarray(tokens, np.int64), "logits": logits}
-    with OutputFile(path, "the state", _NOT_SAVED) as file:
+    with OutputFile(path, "the state", _NOT_SAVED, private=True) as file:
         digests = b""
         file.write(layout.header)
         for section in layout.sections:
@@ -206,7 +206,7 @@ def write_state(
 
 def check_writable(path: Path) -> None:
     """Learn now what would keep a state from being written at the end. DriveError."""
-    OutputFile(path, "the state", _NOT_SAVED).close()
+    OutputFile(path, "the state", _NOT_SAVED, private=True).close()
 
 
 class SavedState:

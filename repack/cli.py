@@ -15,6 +15,7 @@ import click
 from k3.container.console import (
     Command,
     Progress,
+    echo,
     emit_json,
     exit_code_help,
     format_size,
@@ -97,7 +98,7 @@ class _Display(Watcher):
         if self._as_json:
             emit_json("note", text=text)
         else:
-            click.echo(f"note: {text}", err=True)
+            echo(f"note: {text}", err=True)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -238,17 +239,17 @@ def _print_result(request: RepackRequest, result: RepackResult, seconds: float, 
         emit_json("repacked" if request.verify_full else "summary", **fields)
         return
     if result.already_complete:
-        click.echo(f"{request.home} is complete already: container {manifest.container}. Nothing was written.")
+        echo(f"{request.home} is complete already: container {manifest.container}. Nothing was written.")
         return
-    click.echo(
+    echo(
         f"repacked {format_size(result.read_bytes)} in {seconds:.1f} s "
         f"({format_size(result.read_bytes / seconds)}/s), wrote {format_size(result.written_bytes)}, "
         f"peak memory {format_size(fields['peak_rss_bytes'])}"
     )
-    click.echo(f"container {manifest.container} in {request.home}")
+    echo(f"container {manifest.container} in {request.home}")
     for what, names in (("skipped (vision)", manifest.skipped), ("passed through unknown", manifest.unknown)):
         if names:
-            click.echo(f"{what}: {len(names)} tensors: {_some(names)}")
+            echo(f"{what}: {len(names)} tensors: {_some(names)}")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -284,8 +285,8 @@ def _print_verdict(comparison: Comparison, seconds: float, as_json: bool) -> int
         )
     else:
         for difference in comparison.differences:
-            click.echo(f"{difference.cause.value}: {difference}", err=True)
-        click.echo(
+            echo(f"{difference.cause.value}: {difference}", err=True)
+        echo(
             f"verified: {_verdict(comparison)}: compared {container.proven_bytes:,} of "
             f"{container.required_bytes:,} bytes of {counted(comparison.experts, 'expert')} and "
             f"{counted(comparison.tensors, 'tensor')} with the source, hashed {shards.proven_bytes:,} of its "
@@ -332,42 +333,42 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
     else:
         _print_plan_text(plan, directories, needs, assumed)
         if expected.seconds is None:
-            click.echo("time: too little to measure; seconds")
+            echo("time: too little to measure; seconds")
         else:
-            click.echo(
+            echo(
                 f"time: about {_duration(expected.seconds)} at {expected.read_gb_per_s:.2f} GB/s measured on the "
                 f"source's drive, writes taken to be as fast, SHA-256 at {expected.hash_gb_per_s:.2f} GB/s"
             )
         for warning in snapshot.warnings:
-            click.echo(f"note: {warning}")
+            echo(f"note: {warning}")
     check_file_sizes(plan, directories)
     check_space(needs)
     return ExitCode.OK
 
 
 def _print_plan_text(plan: Plan, directories: dict[int, Path], needs: list[DriveNeed], assumed: bool) -> None:
-    click.echo(f"{'bytes':>19}  destination")
+    echo(f"{'bytes':>19}  destination")
     for file in plan.files:
         if file.kind != "source":
-            click.echo(f"{file.size_bytes:>19,}  {directories[file.root] / file.path}")
-    click.echo(f"read:  {plan.read_bytes:,} bytes in {len(plan.snapshot.shards)} shards, each once")
-    click.echo(f"write: {sum(plan.write_bytes().values()):,} bytes")
+            echo(f"{file.size_bytes:>19,}  {directories[file.root] / file.path}")
+    echo(f"read:  {plan.read_bytes:,} bytes in {len(plan.snapshot.shards)} shards, each once")
+    echo(f"write: {sum(plan.write_bytes().values()):,} bytes")
     for need in needs:
         fits = "fits" if not need.missing_bytes else f"{need.missing_bytes:,} bytes short"
         free = "room unknown" if need.free_bytes is None else f"{need.free_bytes:,} free: {fits}"
-        click.echo(
+        echo(
             f"drive of {', '.join(need.directories)}: {need.write_bytes:,} bytes to hold "
             f"({need.present_bytes:,} there already), {need.extra_bytes:,} besides, "
             f"{free}"
         )
     if assumed:
-        click.echo("shares: measured when the run begins; equal ones are assumed here")
+        echo("shares: measured when the run begins; equal ones are assumed here")
     for what, names in (
         ("skipped (vision)", plan.snapshot.vision),
         ("unknown, passed through", plan.snapshot.unknown),
     ):
         if names:
-            click.echo(f"{what}: {len(names)} tensors: {_some(names)}")
+            echo(f"{what}: {len(names)} tensors: {_some(names)}")
 
 
 def _duration(seconds: float) -> str:

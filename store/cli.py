@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from k3.container import console
+from k3.container.console import echo
 from k3.container.errors import ExitCode
 from k3.container.option_types import Real, Whole, directories_option, short
 from k3.store.simulate_cli import simulate_command
@@ -164,7 +165,7 @@ def status(socket: Path | None, as_json: bool) -> None:
         if as_json:
             console.emit_json("status", **found)
         else:
-            click.echo("\n".join(status_lines(found)))
+            echo("\n".join(status_lines(found)))
 
     console.run(body, as_json=as_json)
 
@@ -183,7 +184,7 @@ def ps(socket: Path | None, as_json: bool) -> None:
         if as_json:
             console.emit_json("ps", clients=found["clients"])
         else:
-            click.echo("\n".join(ps_lines(found)))
+            echo("\n".join(ps_lines(found)))
 
     console.run(body, as_json=as_json)
 
@@ -233,7 +234,7 @@ def warm(socket: Path | None, layers: str | None, experts: str | None, as_json: 
         if as_json:
             console.emit_json("warm", **done)
         else:
-            click.echo("{experts} experts, {read} of them read ({read_bytes} bytes) in {seconds} s".format(**done))
+            echo("{experts} experts, {read} of them read ({read_bytes} bytes) in {seconds} s".format(**done))
 
     console.run(body, as_json=as_json)
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import click
-
-from k3.container.console import emit_json
+from k3.container.console import echo, emit_json
 from k3.container.reader import Container
 from k3.store.bench import BenchOptions, RawBench, Row, measure_daemon
 from k3.store.drive_info import drive_info
@@ -35,7 +33,7 @@ def measure(
             emit_json("bench", **asdict(row), gb_per_s=round(row.gb_per_s, 4))
         else:
             read_mb = row.read_bytes / max(1, row.reads) / 1e6
-            click.echo(
+            echo(
                 f"{row.where:<32} depth {row.depth:>2}  {row.reads:>7} reads of {read_mb:.3f} MB  "
                 f"{row.gb_per_s:.3f} GB/s"
             )
@@ -45,7 +43,7 @@ def measure(
         if not as_json:
             for drive in raw.drives:
                 info = drive_info(drive)
-                click.echo(f"{drive}: {info.model or info.device or 'unknown drive'}")
+                echo(f"{drive}: {info.model or info.device or 'unknown drive'}")
         raw.run(on_row)
         if socket is not None:
             measure_daemon(socket, options, on_row)
@@ -58,4 +56,4 @@ def measure(
         emit_json("summary", best_gb_per_s={where: round(rate, 4) for where, rate in sorted(best.items())})
     elif "daemon" in best:
         drives = best.get("all drives") or max(rate for where, rate in best.items() if where != "daemon")
-        click.echo(f"through the daemon: {best['daemon'] / drives:.3f} of the drives' best")
+        echo(f"through the daemon: {best['daemon'] / drives:.3f} of the drives' best")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from k3.container.errors import SocketError
+from k3.container.wording import visible_text
 from k3.store.daemon import Daemon, DaemonOptions
 from k3.store.metrics import MetricsServer
 from k3.store.notify import FIRST_DESCRIPTOR, Notifier, Supervisor
@@ -91,6 +92,16 @@ class _Progress:
             _log.info("%s", text)
 
 
+class _PlainFormatter(logging.Formatter):
+    """A record as lines of text in which nothing has power over a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible_text(super().format(record))
+
+
 class _JsonFormatter(logging.Formatter):
     """A record as one JSON object per line."""
 
@@ -108,8 +119,7 @@ class _JsonFormatter(logging.Formatter):
 
 def _log_to_stderr(*, as_json: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    handler.setFormatter(_JsonFormatter() if as_json else plain)
+    handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())
     _log.handlers[:] = [handler]
     _log.setLevel(logging.INFO)
     _log.propagate = False

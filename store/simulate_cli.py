@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from k3.container import console
+from k3.container.console import echo
 from k3.container.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -153,23 +154,23 @@ class _TextTable:
         """What was traced, and the head of the table."""
         header = requests.header
         pass_bytes = header.top_k * sum(entry.payload_bytes for entry in header.layers)
-        click.echo(f"model       {header.model}")
-        click.echo(f"trace       {requests.passes} passes, {requests.tokens} tokens, {len(header.layers)} layers")
-        click.echo(f"experts     {most.hits + most.misses} wanted in {len(requests)} sets")
-        click.echo(f"one token   {header.top_k * len(header.layers)} experts, {pass_bytes / 1e9:.3f} GB")
-        click.echo(
+        echo(f"model       {header.model}")
+        echo(f"trace       {requests.passes} passes, {requests.tokens} tokens, {len(header.layers)} layers")
+        echo(f"experts     {most.hits + most.misses} wanted in {len(requests)} sets")
+        echo(f"one token   {header.top_k * len(header.layers)} experts, {pass_bytes / 1e9:.3f} GB")
+        echo(
             f"compulsory  {most.misses} misses, {most.bytes_read / 1e9:.3f} GB "
             f"(without bounds {100 * most.hit_rate:.1f} % would hit)"
         )
         names = "  ".join(f"{name:>{width}}" for name, width in zip(self._columns, self._widths, strict=True))
-        click.echo(f"\nHits in percent of the wanted experts\ncache GB    slots  {names}")
+        echo(f"\nHits in percent of the wanted experts\ncache GB    slots  {names}")
 
     def row(self, size_gb: float, results: Sequence[Result]) -> None:
         """One size."""
         rates = "  ".join(
             f"{100 * result.hit_rate:{width}.1f}" for result, width in zip(results, self._widths, strict=True)
         )
-        click.echo(f"{size_gb:>8g} {results[0].cache_slots:>8}  {rates}")
+        echo(f"{size_gb:>8g} {results[0].cache_slots:>8}  {rates}")
 
 
 class _JsonTable:

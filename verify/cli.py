@@ -9,14 +9,7 @@ from typing import Any
 
 import click
 
-from k3.container.console import (
-    Command,
-    Progress,
-    emit_json,
-    exit_code_help,
-    run,
-    version_option,
-)
+from k3.container.console import Command, Progress, echo, emit_json, exit_code_help, run, version_option
 from k3.container.errors import ContainerError, ExitCode
 from k3.container.option_types import Whole, directories_option
 from k3.verify.against_source import check_against_source, open_source
@@ -188,7 +181,7 @@ def _show_findings(report: Report, as_json: bool) -> None:
         if as_json:
             emit_json("finding", **finding.as_dict())
         else:
-            click.echo(str(finding))
+            echo(str(finding))
 
 
 def _show_end(report: Report, as_json: bool) -> None:
@@ -196,7 +189,7 @@ def _show_end(report: Report, as_json: bool) -> None:
         emit_json("summary", **report.summary())
         return
     for line in report.lines():
-        click.echo(line)
+        echo(line)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,8 @@ def check_small_file(path: Path, digest: str, nbytes: int | None, *, root: int) 
             return Checked(findings)
     hasher = checksum.Hasher()
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return Checked([Finding(Kind.MISSING, "not a file", str(path), root=root, advice=RESTORE)])
         with open(path, "rb", buffering=0) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 hasher.update(chunk)

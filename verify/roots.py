@@ -13,13 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3.container.direct import drive_error
-from k3.container.errors import DriveError
+from k3.container.errors import DamageError, DriveError
 from k3.container.hf_cache import possible_snapshots
 from k3.container.layout import EXPERTS_DIRECTORY, ROOT_NAME
 from k3.container.manifest import Manifest
-from k3.container.presence import NOT_THERE, is_directory, is_there
-from k3.container.reader import recorded_places
+from k3.container.presence import is_directory, is_there
+from k3.container.reader import SMALL_FILE_BYTES_MAX, recorded_places
+from k3.container.regular_file import read_small_file
+from k3.container.wording import NAME_CHARACTERS_MAX
 from k3.verify.finding import Finding, Kind, finding_of
 
 _MOUNT = "Mount the drive, or name its directory with --dirs"
@@ -116,13 +117,14 @@ def _not_there(
 def _claims(directory: Path) -> _Claim:
     path = directory / ROOT_NAME
     try:
-        document = json.loads(path.read_bytes())
-    except NOT_THERE:
-        return _Claim()
-    except OSError as error:
-        return _Claim(refused=drive_error("cannot read", error, path))
-    except (ValueError, RecursionError):
+        if not is_there(path):
+            return _Claim()
+        document = json.loads(read_small_file(path, SMALL_FILE_BYTES_MAX, DamageError))
+    except DriveError as error:
+        return _Claim(refused=error)
+    except (DamageError, ValueError, RecursionError):  # the structure check says why
         return _Claim()
     if not isinstance(document, dict):
         return _Claim()
-    return _Claim(str(document.get("container", "")), str(document.get("root", "")))
+    container, root = (str(document.get(key, ""))[:NAME_CHARACTERS_MAX] for key in ("container", "root"))
+    return _Claim(container, root)
