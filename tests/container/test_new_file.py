@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from k3.container import new_file
 from k3.container.direct import WriteFile
 from k3.container.errors import DriveError
 from k3.container.keys import ExpertKey
@@ -81,7 +80,7 @@ def test_unguessed_names_differ_and_are_new(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("nameless", [True, False])
 def test_a_nameless_file_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool) -> None:
     if not nameless:
-        monkeypatch.delattr(new_file.os, "O_TMPFILE")
+        monkeypatch.delattr(os, "O_TMPFILE")
     descriptor = create_nameless(tmp_path, "x")
     os.write(descriptor, b"ours")
     assert os.pread(descriptor, 9, 0) == b"ours"
