@@ -46,6 +46,22 @@ class _Depths(click.ParamType["tuple[int, ...]"]):
         return tuple(map(int, items))
 
 
+class _MetricsPlace(click.ParamType["int | Path"]):
+    """A port, or the path of a Unix socket after `unix:`."""
+
+    name = "place"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Path:
+        if isinstance(value, int | Path):
+            return value
+        kind, _, path = str(value).partition(":")
+        if kind == "unix" and path:
+            return Path(path).expanduser()
+        if not (value.isascii() and value.isdecimal() and len(value) < 6 and int(value) < 65536):
+            self.fail(f"{value!r} is neither a port from 0 to 65535 nor unix:PATH", param, ctx)
+        return int(value)
+
+
 def _socket_option(command: _F) -> _F:
     return click.option(
         "--socket",
@@ -126,16 +142,20 @@ def main() -> None:
 )
 @click.option("--group", help="Let members of this group connect too.")
 @click.option(
+    "--clients-per-user",
+    type=click.IntRange(1, 64),
+    help="Engines that one member of --group may attach at once.  [default: all places but one]",
+)
+@click.option(
     "--metrics",
-    "metrics_port",
-    type=Whole(0, 65535),
-    metavar="PORT",
-    help="Serve Prometheus metrics on 127.0.0.1:PORT.",
+    type=_MetricsPlace(),
+    metavar="PORT|unix:PATH",
+    help="Serve Prometheus metrics on 127.0.0.1:PORT, which every user may read, or on a Unix socket.",
 )
 @click.option("--drain-s", type=Real(0, 600), default=5.0, help="How long reads may take to end on SIGTERM.")
 @click.option("--log-json", is_flag=True, help="Log JSON lines instead of text (on stderr).")
 def serve(**options: Any) -> None:
-    """Serve a container's experts on a socket until SIGTERM.
+    """Serve a container's experts on a socket until SIGTERM, SIGINT or SIGHUP.
 
     Runs in the foreground; under systemd it says when it is ready (Type=notify) and takes a socket that systemd
     made. A second daemon on the same socket is refused.
@@ -250,6 +270,7 @@ def _socket(given: Path | None) -> Path:
 
 def _serve_options(options: dict[str, Any]) -> Any:
     """Options as settings. click.UsageError for combinations that mean nothing."""
+    from k3.store.metrics_server import DESCRIPTORS, MetricsPlace
     from k3.store.native import policy_names
     from k3.store.serve import ServeOptions
     from k3.store.service import ServeSettings
@@ -259,7 +280,14 @@ def _serve_options(options: dict[str, Any]) -> Any:
         raise click.UsageError("Which container? Give --dirs (or K3_DIRS) or --container.")
     if options["policy"] not in policy_names():
         raise click.UsageError(f"--policy {options['policy']!r}: there are {', '.join(policy_names())}.")
+    group = _group(options["group"])
+    metrics = None
+    if isinstance(options["metrics"], Path):
+        metrics = MetricsPlace(path=options["metrics"], group=group)
+    elif options["metrics"] is not None:
+        metrics = MetricsPlace(port=options["metrics"])
     settings = ServeSettings(
+        more_descriptors=0 if metrics is None else DESCRIPTORS,
         directories=options["dirs"],
         container=options["container"],
         cache_bytes=_bytes(options["cache_gb"]),
@@ -269,8 +297,9 @@ def _serve_options(options: dict[str, Any]) -> Any:
     return ServeOptions(
         service=settings,
         socket=options["socket"] or default_path(os.environ.get("XDG_RUNTIME_DIR")),
-        group=_group(options["group"]),
-        metrics_port=options["metrics_port"],
+        group=group,
+        metrics=metrics,
+        clients_per_user=options["clients_per_user"],
         log_json=options["log_json"],
         drain_s=options["drain_s"],
     )

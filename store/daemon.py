@@ -4,42 +4,38 @@ One thread, one selector: the listening socket, every connection, the server's e
 was invalid) and a pipe that signals write to. Expert bytes never pass here. A connection owns its client: when it
 ends, for whatever reason, the client is removed from the server before anything else is looked at.
 
-Everything a stranger can do is bounded: connections, the time to say hello, the size of a message; a connection
-that does not read its answers is dropped, never waited for.
+Everything a stranger can do is bounded: connections, also those of one user, the time to say hello, the size of a
+message; a connection that does not read its answers is dropped, never waited for, and so is one that sends
+descriptors. A mistake of ours that comes up in the service of one connection ends that one only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import selectors
 import signal
 import socket
-import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from k3.container.errors import DaemonError, K3Error, WireError
+from k3.container.errors import DaemonError, K3Error, SocketError, WireError
 from k3.store import wire
+from k3.store.closer import Closer, Next, can_bring_descriptors, look
+from k3.store.faults import Faults
+from k3.store.listener import Listener
 from k3.store.notify import Notifier
+from k3.store.peer import Census, Limits, Owner, Peer, overflow_ids, peer_of
 from k3.store.service import Service
 from k3.store.socket_file import ClaimedSocket
 
-BACKLOG = 64
-SPARE_CONNECTIONS = 16
-"""Connections beyond the clients: those that ask for a status, or have not said hello yet."""
-
 HELLO_S = 10.0
 TICK_S = 1.0
-ACCEPT_PAUSE_S = 0.2
-SO_PEERGROUPS = 59
-_UCRED = struct.Struct("iII")
-_GROUPS_BYTES = 1024  # as much as Python asks for: 256 groups
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _log = logging.getLogger("k3.store")
 
@@ -49,9 +45,9 @@ class _Connection:
     """One connected peer; `client` is its number in the server once it was welcomed."""
 
     socket: socket.socket
-    pid: int
-    uid: int
+    peer: Peer
     since_s: float
+    can_bring_descriptors: bool
     name: str = ""
     client: int | None = None
 
@@ -60,10 +56,13 @@ class _Connection:
 class DaemonOptions:
     """How the loop behaves. `group` may connect besides the daemon's own user and root.
 
-    `with_signals` False leaves SIGTERM and SIGINT alone, for a loop outside of the main thread.
+    `with_signals` False leaves SIGTERM, SIGINT and SIGHUP alone, for a loop outside of the main thread.
+    `refuses_descriptors` False takes the way of kernels before Linux 6.16, which cannot.
     """
 
     group: int | None = None
+    clients_per_user: int | None = None
+    refuses_descriptors: bool = True
     drain_s: float = 5.0
     ping_interval_s: float | None = None
     with_signals: bool = True
@@ -81,28 +80,37 @@ class Daemon:
         self._options = options
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
-        self._accepting = False
-        self._resume_accepting_s = 0.0
+        self._owner = Owner(os.geteuid(), options.group, *overflow_ids())
+        self._census = Census.empty(Limits(service.max_clients, options.clients_per_user), self._owner)
+        self._closer = Closer()
+        self._faults = Faults()
+        self._listener = Listener(
+            claimed, self._selector, self._enter, lambda: not self._closer.is_full,
+            refuses_descriptors=options.refuses_descriptors,
+        )  # fmt: skip
+        self._failure: SocketError | None = None
         self._next_tick_s = self._next_ping_s = 0.0
         self._stop_because = ""
         self._reasons: list[str] = []
         self._hears_stop, self._says_stop = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT (or `stop`), then drain and let go of every client."""
+        """Serve until SIGTERM, SIGINT or SIGHUP (or `stop`), then drain and let go of every client.
+
+        SocketError when others took the socket's path away, it is not to be had again, and nobody is attached.
+        """
         with self._signals() if self._options.with_signals else contextlib.nullcontext():
             try:
-                listener = self._claimed.socket
-                listener.setblocking(False)
-                listener.listen(BACKLOG)
                 self._selector.register(self._hears_stop, selectors.EVENT_READ, self._hear_stop)
                 self._selector.register(self._service.events_fd, selectors.EVENT_READ, self._drop_violators)
-                self._accept_more(True)
+                self._listener.open()
                 self._notifier.ready(self._service.one_line())
                 _log.info("serving on %s: %s", self._claimed.path, self._service.one_line())
                 while not self._stop_because:
                     self._turn()
                 self._end()
+                if self._failure is not None:
+                    raise self._failure
             finally:
                 self._close_all("closing")
                 self._selector.close()
@@ -123,8 +131,7 @@ class Daemon:
             if key.fd in self._selector.get_map():  # an earlier event of this turn may have closed it
                 key.data()
         now_s = time.monotonic()
-        if not self._accepting and now_s >= self._resume_accepting_s:
-            self._accept_more(True)
+        self._listener.turn(now_s)
         if self._options.ping_interval_s is not None and now_s >= self._next_ping_s:
             self._next_ping_s = now_s + self._options.ping_interval_s
             self._notifier.watchdog()
@@ -136,61 +143,67 @@ class Daemon:
         events_s = [self._next_tick_s]
         if self._options.ping_interval_s is not None:
             events_s.append(self._next_ping_s)
-        if not self._accepting:
-            events_s.append(self._resume_accepting_s)
+        if self._listener.resumes_at_s is not None:
+            events_s.append(self._listener.resumes_at_s)
         return max(0.0, min(events_s) - time.monotonic())
 
     def _tick(self, now_s: float) -> None:
-        self._service.sample()
-        self._notifier.status(self._service.one_line())
+        try:
+            self._service.sample()
+            self._notifier.status(self._service.one_line())
+        except Exception as error:  # what is said of the daemon must not be what ends it
+            self._faults.note("a look at the counters", error)
         for connection in list(self._connections):
             if connection.client is None and now_s - connection.since_s > HELLO_S:
-                self._refuse(connection, WireError(f"no hello within {HELLO_S:g} s"))
+                self._guarded(connection, self._refuse_silent)
+        lost = self._listener.look_after_path()
+        if lost is not None and not self._census.clients.total() and self._failure is None:
+            self._failure = lost  # unreachable, and of use to nobody
+            self.stop("the socket's path is lost")
 
     # Connections
 
-    def _accept_more(self, accepting: bool) -> None:
-        """Listen to new connections, or stop listening for a moment."""
-        if accepting and not self._accepting:
-            self._selector.register(self._claimed.socket, selectors.EVENT_READ, self._accept)
-        elif not accepting and self._accepting:
-            self._selector.unregister(self._claimed.socket)
-            self._resume_accepting_s = time.monotonic() + ACCEPT_PAUSE_S
-        self._accepting = accepting
-
-    def _accept(self) -> None:
+    def _guarded(self, connection: _Connection, act: Callable[[_Connection], None]) -> None:
+        """Do something for one connection. Whatever goes wrong there ends that connection and nobody else's."""
         try:
-            peer, _ = self._claimed.socket.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                raise
-            _log.warning("cannot accept a connection: %s", error.strerror)
-            self._accept_more(False)  # else this would spin until somebody leaves
-            return
-        peer.setblocking(False)
-        pid, uid, gid = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        connection = _Connection(peer, pid, uid, time.monotonic())
-        self._connections.add(connection)
-        self._selector.register(peer, selectors.EVENT_READ, lambda: self._hear(connection))
-        if not self._may_connect(peer, uid, gid):
-            advice = "Run it as the daemon's user, or start the daemon with --group"
-            self._refuse(connection, DaemonError(f"user {uid} may not use this daemon", advice=advice))
-        elif len(self._connections) > self._service.max_clients + SPARE_CONNECTIONS:
-            self._refuse(
-                connection, DaemonError("too many connections", advice="Try again, or raise --max-clients")
-            )
+            act(connection)
+        except Exception as error:  # a mistake of ours: everybody else's leases must outlive it
+            self._faults.note(f"the service of process {connection.peer.pid}", error)
+            try:
+                self._forget(connection)
+            except Exception as again:  # the same mistake may be in the way of letting it go
+                self._faults.note(f"the end of process {connection.peer.pid}", again)
 
-    def _may_connect(self, peer: socket.socket, uid: int, gid: int) -> bool:
-        if uid in (0, os.geteuid()):
-            return True
-        group = self._options.group
-        return group is not None and (gid == group or group in _groups_of(peer))
+    def _enter(self, accepted: socket.socket) -> None:
+        """Somebody has connected: find out who, and whether there is a place."""
+        connection = _Connection(accepted, Peer(0, -1, -1), time.monotonic(), True)
+        self._connections.add(connection)
+        self._guarded(connection, self._greet)
+
+    def _greet(self, connection: _Connection) -> None:
+        accepted = connection.socket
+        accepted.setblocking(False)
+        connection.can_bring_descriptors = can_bring_descriptors(accepted)
+        peer = peer_of(accepted)
+        problem = self._census.connection_problem(peer)
+        connection.peer = peer
+        self._census.connections[peer.uid] += 1
+        self._selector.register(accepted, selectors.EVENT_READ, lambda: self._guarded(connection, self._hear))
+        if not self._owner.admits(peer):
+            advice = "Run it as the daemon's user, or start the daemon with --group"
+            self._refuse(connection, DaemonError(f"user {peer.uid} may not use this daemon", advice=advice))
+        elif problem is not None:
+            self._refuse(connection, DaemonError(problem, advice="Try again, or raise --max-clients"))
+
+    def _refuse_silent(self, connection: _Connection) -> None:
+        self._refuse(connection, WireError(f"no hello within {HELLO_S:g} s"))
 
     def _hear(self, connection: _Connection) -> None:
         """Take one message from a peer and answer it; the peer's end ends its leases at once."""
         try:
+            if connection.can_bring_descriptors and look(connection.socket) is Next.WITH_DESCRIPTORS:
+                self._refuse(connection, WireError("descriptors beside a message that has none"))
+                return
             message = wire.receive(connection.socket)
         except BlockingIOError:
             return
@@ -207,12 +220,12 @@ class Daemon:
         except K3Error as error:
             self._refuse(connection, error)
         except OSError as error:  # gone, or does not read what it asked for
-            _log.info("client %s dropped: %s", connection.name or connection.pid, error.strerror)
+            _log.info("client %s dropped: %s", connection.name or connection.peer.pid, error.strerror)
             self._forget(connection)
 
     def _answer(self, connection: _Connection, message: wire.Message) -> None:
         if isinstance(message, wire.StatusRequest):
-            wire.send(connection.socket, wire.Status(self.status()))
+            wire.send_status(connection.socket, self.status())
         elif isinstance(message, wire.Hello) and connection.client is None:
             self._welcome(connection, message)
         elif isinstance(message, wire.Hello):
@@ -223,20 +236,23 @@ class Daemon:
     def _welcome(self, connection: _Connection, hello: wire.Hello) -> None:
         """Give the peer a ring. DaemonError when there are as many clients as may be."""
         connection.name = hello.name
+        problem = self._census.client_problem(connection.peer)
+        if problem is not None:
+            raise DaemonError(problem, advice="Wait for one to end, or raise --max-clients")
         welcome, invitation = self._service.add_client(hello.name)
         connection.client = welcome.client
+        self._census.clients[connection.peer.uid] += 1
         try:
             wire.send(connection.socket, welcome, invitation.descriptors)
         finally:
             invitation.grant.close()
-        _log.info("client %d is %s (process %d)", welcome.client, hello.name, connection.pid)
+        _log.info("client %d is %s (process %d)", welcome.client, hello.name, connection.peer.pid)
 
     def _refuse(self, connection: _Connection, error: K3Error) -> None:
         """Say why, then end the connection."""
-        _log.warning("connection of process %d refused: %s", connection.pid, error)
-        text = wire.Refusal(type(error).__name__, error.problem[: wire.TEXT_CHARACTERS_MAX], error.advice or "")
+        _log.warning("connection of process %d refused: %s", connection.peer.pid, error)
         with contextlib.suppress(OSError):
-            wire.send(connection.socket, text)
+            wire.send(connection.socket, wire.refusal(error))
         self._forget(connection)
 
     def _forget(self, connection: _Connection) -> None:
@@ -244,43 +260,58 @@ class Daemon:
         if connection not in self._connections:
             return
         self._connections.remove(connection)
-        if connection.client is not None:
-            self._service.remove_client(connection.client)
-            _log.info("client %d (%s) has gone", connection.client, connection.name)
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
+        try:
+            if connection.client is not None:
+                self._census.clients[connection.peer.uid] -= 1
+                self._service.remove_client(connection.client)
+                _log.info("client %d (%s) has gone", connection.client, connection.name)
+        finally:
+            if connection.socket in self._selector.get_map():
+                self._census.connections[connection.peer.uid] -= 1
+                self._selector.unregister(connection.socket)
+            self._closer.close(connection.socket, with_descriptors=connection.can_bring_descriptors)
 
     def _drop_violators(self) -> None:
         """End the clients whose ring was invalid."""
         bad = set(self._service.violations())
         for connection in list(self._connections):
             if connection.client in bad:
-                _log.warning("client %s broke the ring's rules and is dropped", connection.client)
-                with contextlib.suppress(OSError):
-                    wire.send(connection.socket, wire.Goodbye("its ring was invalid"))
-                self._forget(connection)
+                self._guarded(connection, self._drop_violator)
+
+    def _drop_violator(self, connection: _Connection) -> None:
+        _log.warning("client %s broke the ring's rules and is dropped", connection.client)
+        with contextlib.suppress(OSError):
+            wire.send(connection.socket, wire.Goodbye("its ring was invalid"))
+        self._forget(connection)
 
     # Status
 
     def status(self) -> dict[str, Any]:
-        """The object that `k3-store status --json` prints."""
+        """The object that `k3-store status --json` prints. From any thread."""
         status = self._service.status()
-        peers = {
-            connection.client: connection for connection in self._connections if connection.client is not None
-        }
+        # A copy by one call of C: the loop's thread may change the set while another thread walks through it.
+        connections = list(self._connections)
+        peers = {connection.client: connection for connection in connections if connection.client is not None}
         for client in status["clients"]:
             peer = peers.get(client["client"])
-            client["pid"] = None if peer is None else peer.pid
-            client["uid"] = None if peer is None else peer.uid
+            client["pid"] = None if peer is None else peer.peer.pid
+            client["uid"] = None if peer is None else peer.peer.uid
             client["connected_s"] = None if peer is None else round(time.monotonic() - peer.since_s, 3)
-        return {**status, "socket": str(self._claimed.path), "pid": os.getpid()}
+        return {
+            **status, "socket": str(self._claimed.path), "pid": os.getpid(),
+            "internal_errors": self._faults.count, "closing_connections": self._closer.pending,
+        }  # fmt: skip
 
     # The end
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the loop while inside; what they did before is put back."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        """SIGTERM, SIGINT and SIGHUP stop the loop while inside; what they did before is put back.
+
+        One that is ignored stays so: that is how nohup keeps a program when its terminal goes.
+        """
+        before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
         for number in before:
             signal.signal(number, self._on_signal)
         try:
@@ -301,22 +332,15 @@ class Daemon:
         """Grant nothing new, let reads under way finish, for at most `drain_s`."""
         _log.info("%s: ending", self._stop_because)
         self._notifier.stopping(f"{self._stop_because}: letting reads finish")
-        self._accept_more(False)
-        self._claimed.withdraw()
+        self._listener.withdraw()
         if not self._service.drain(self._options.drain_s):
             _log.warning("reads were still under way after %g s", self._options.drain_s)
 
     def _close_all(self, reason: str) -> None:
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                wire.send(connection.socket, wire.Goodbye(reason))
-            self._forget(connection)
+            self._guarded(connection, lambda peer: self._say_goodbye(peer, reason))
 
-
-def _groups_of(peer: socket.socket) -> tuple[int, ...]:
-    """A peer's supplementary groups; none where the kernel does not say."""
-    try:
-        data = peer.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES)
-    except OSError:
-        return ()
-    return struct.unpack(f"{len(data) // 4}I", data)
+    def _say_goodbye(self, connection: _Connection, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            wire.send(connection.socket, wire.Goodbye(reason))
+        self._forget(connection)

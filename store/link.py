@@ -23,7 +23,7 @@ from k3.container.errors import DaemonError, WireError
 from k3.store import wire
 from k3.store.descriptor import ModelDescriptor, parse_descriptor
 from k3.store.native import NativeRing, map_shared
-from k3.store.socket_file import check_length
+from k3.store.socket_file import SOCKET_NAME, check_length
 from k3.store.source import Payload
 
 HANDSHAKE_S = 10.0
@@ -140,9 +140,13 @@ def ask_status(path: Path, timeout_s: float = HANDSHAKE_S) -> dict[str, Any]:
     with connect(path, timeout_s) as connection:
         try:
             answer, descriptors = _exchange(connection, wire.StatusRequest())
-            wire.close_all(descriptors)
         except OSError as error:
             raise unreachable(error, path) from error
+    try:
+        if isinstance(answer, wire.LongStatus):
+            answer = wire.long_status(answer, descriptors)
+    finally:
+        wire.close_all(descriptors)
     if not isinstance(answer, wire.Status):
         raise refused(answer, path)
     return dict(answer.status)
@@ -167,6 +171,16 @@ def unreachable(error: OSError, path: Path) -> DaemonError:
     if isinstance(error, TimeoutError):
         return DaemonError(
             "k3-store does not answer", path=path, advice="It may be starting or overloaded; try again"
+        )
+    if error.errno == errno.ECONNREFUSED and path.is_dir():
+        return DaemonError(
+            "this is a directory, and no socket of k3-store",
+            path=path,
+            advice=f"Name the socket in it, for instance {path / SOCKET_NAME}",
+        )
+    if error.errno == errno.ECONNREFUSED and not path.is_socket():
+        return DaemonError(
+            "this is no socket of k3-store", path=path, advice="Start it (k3-store serve), or name its --socket"
         )
     if error.errno in _GONE:
         return DaemonError(

@@ -1,7 +1,6 @@
-"""Prometheus metrics of the daemon, on the loopback interface. Names: `k3store_`, base units, `_total`.
+"""A daemon's status as Prometheus metrics. Names: `k3store_`, base units, `_total`.
 
-Every scrape takes one status from the service; nothing is counted here. No label ever names an expert: there are
-82,432 of them. `serve_metrics` is called by the daemon's main thread; scrapes run in the server's own threads.
+Every scrape takes one status; nothing is counted here. No label ever names an expert: there are 82,432 of them.
 """
 
 from __future__ import annotations
@@ -9,11 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import start_http_server
 from prometheus_client.core import (
-    CollectorRegistry,
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
@@ -22,9 +18,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from k3.container.errors import SocketError
-
-LOOPBACK = "127.0.0.1"
 PREFIX = "k3store"
 
 _DRIVE_COUNTERS = (
@@ -60,6 +53,10 @@ class StatusCollector(Collector):
         yield from _drives(status["drives"])
         yield from _cache(status["cache"])
         yield from _clients(status["clients"])
+        faults = status["internal_errors"]
+        yield CounterMetricFamily(f"{PREFIX}_internal_errors", "Faults of the daemon itself", value=faults)
+        closing = status["closing_connections"]
+        yield _gauge("closing_connections", "Ended connections whose descriptors are still being closed", closing)
         yield _gauge("dense_bytes", "Dense tensors in memory, shared by every engine", status["dense"]["bytes"])
         huge = GaugeMetricFamily(f"{PREFIX}_huge_page_bytes", "Shared memory in huge pages", labels=["of"])
         huge.add_metric(["experts"], status["cache"]["huge_bytes"])
@@ -117,27 +114,3 @@ def _clients(clients: list[Mapping[str, Any]]) -> Iterator[Metric]:
     yield _gauge("clients", "Attached clients", len(clients))
     yield _gauge("leases", "Leases held by all clients", sum(client["leases"] for client in clients))
     yield _gauge("leases_waiting", "Leases awaited by all clients", sum(client["waiting"] for client in clients))
-
-
-class MetricsServer:
-    """The HTTP server of the metrics. `port` is the one in use, also when 0 was asked for."""
-
-    def __init__(self, port: int, status: Callable[[], Mapping[str, Any]]) -> None:
-        """Listen on the loopback interface. SocketError when the port cannot be had."""
-        registry = CollectorRegistry()
-        registry.register(StatusCollector(status))
-        try:
-            self._server, self._thread = start_http_server(port, LOOPBACK, registry)
-        except OSError as error:
-            raise SocketError(
-                f"metrics cannot be served on {LOOPBACK}:{port}: {error.strerror or error}",
-                advice="Choose another --metrics port",
-            ) from error
-        assert isinstance(self._server, WSGIServer)
-        self.port: int = self._server.server_port
-
-    def close(self) -> None:
-        """Stop serving and wait for the thread."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

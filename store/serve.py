@@ -20,7 +20,7 @@ from typing import Any
 from k3.container.errors import SocketError
 from k3.container.wording import visible_text
 from k3.store.daemon import Daemon, DaemonOptions
-from k3.store.metrics import MetricsServer
+from k3.store.metrics_server import LOOPBACK, MetricsPlace, MetricsServer
 from k3.store.notify import FIRST_DESCRIPTOR, Notifier, Supervisor
 from k3.store.service import ServeSettings, Service
 from k3.store.socket_file import ClaimedSocket, adopt, claim
@@ -38,7 +38,8 @@ class ServeOptions:
     service: ServeSettings
     socket: Path
     group: int | None = None
-    metrics_port: int | None = None
+    metrics: MetricsPlace | None = None
+    clients_per_user: int | None = None
     log_json: bool = False
     drain_s: float = 5.0
 
@@ -53,13 +54,18 @@ def serve(options: ServeOptions, supervisor: Supervisor) -> None:
         stack.callback(claimed.close)
         service = Service.open(options.service, _Progress(notifier).told)
         stack.callback(service.close)
-        daemon = Daemon(
-            service, claimed, notifier, DaemonOptions(options.group, options.drain_s, supervisor.ping_interval_s)
+        behaviour = DaemonOptions(
+            group=options.group,
+            clients_per_user=options.clients_per_user,
+            drain_s=options.drain_s,
+            ping_interval_s=supervisor.ping_interval_s,
         )
-        if options.metrics_port is not None:
-            metrics = MetricsServer(options.metrics_port, daemon.status)
+        daemon = Daemon(service, claimed, notifier, behaviour)
+        if options.metrics is not None:
+            metrics = MetricsServer(options.metrics, daemon.status)
             stack.callback(metrics.close)
-            _log.info("metrics on http://127.0.0.1:%d/metrics", metrics.port)
+            place = options.metrics.path or f"http://{LOOPBACK}:{metrics.port}/metrics"
+            _log.info("metrics on %s; they name the container's directories", place)
         daemon.run()
         _log.info("ended")
 

@@ -66,6 +66,8 @@ class ServeSettings:
     io_depth: int = 4
     verify: Verify = "always"
     direct: bool = True
+    more_descriptors: int = 0
+    """Descriptors that something else in this process needs, such as metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class Service:
             plan, quota = _decide(container, settings)
             for line in plan.lines():
                 _log.info("memory: %s", line)
-            _allow_descriptors(settings.max_clients)
+            _allow_descriptors(settings.max_clients, settings.more_descriptors)
             server = NativeServer(
                 ServerSettings(
                     slot_bytes=plan.slot_bytes, slots=plan.slots, policy=settings.policy, io=settings.io,
@@ -329,9 +331,9 @@ def _slot_bytes(container: Container) -> int:
     return max(page_ceil(layout.payload_bytes) for layout in layouts) + (PAGE_BYTES if in_shards else 0)
 
 
-def _allow_descriptors(max_clients: int) -> None:
+def _allow_descriptors(max_clients: int, more: int) -> None:
     """Raise the soft limit as far as it is needed. UnsupportedError when the hard one is too low."""
-    needed = SPARE_DESCRIPTORS + DESCRIPTORS_PER_CLIENT * max_clients
+    needed = SPARE_DESCRIPTORS + DESCRIPTORS_PER_CLIENT * max_clients + more
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < needed:

@@ -1,10 +1,13 @@
 """The place of the daemon's socket: which path, whose it is, and when what lies there may be removed.
 
-A daemon owns its socket by an exclusive flock on `<socket>.lock`, held as long as it lives and never unlinked
-(removing a lock file is how two daemons come to hold "the" lock). Under that lock a socket file is stale if, and
-only if, connecting to it is answered with ECONNREFUSED. Anything that is not a socket is never touched.
+A daemon owns its socket by an exclusive flock on `<socket>.lock`, held as long as it lives and never unlinked by
+it (removing a lock file is how two daemons come to hold "the" lock), and by a name that nobody can remove
+(`path_guard`). Under both, a socket file is stale if, and only if, connecting to it is answered with ECONNREFUSED.
+Anything that is not a socket is never touched.
 
-`claim` is called once by a daemon's main thread; the rest is pure or only looks.
+Others may remove socket and lock file (programs that clean /tmp do): `ClaimedSocket.restore` makes them again.
+
+`claim` is called by a daemon's main thread, a `ClaimedSocket` belongs to the control loop's; the rest only looks.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import socket
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from k3.container.errno_advice import Operation, refusal
 from k3.container.errors import SocketError
+from k3.store.path_guard import already_served, take_guard
 
 PATH_BYTES_MAX = 107
 """sockaddr_un has 108 bytes, the last of them zero."""
@@ -27,6 +32,8 @@ PATH_BYTES_MAX = 107
 SOCKET_NAME = "k3-store.sock"
 SYSTEM_DIRECTORY = Path("/run/k3-store")
 LOCK_SUFFIX = ".lock"
+NO_FILE = (0, 0)
+"""The identity of a socket that is nobody's file to look after."""
 
 
 def default_path(runtime_directory: str | None) -> Path:
@@ -51,26 +58,69 @@ def check_length(path: Path) -> None:
         )
 
 
+Socket: TypeAlias = socket.socket
+
+
 @dataclass(slots=True)
 class ClaimedSocket:
-    """A bound socket that does not listen yet, and the lock that makes its path ours.
+    """A bound socket that does not listen yet, and the lock and the name that make its path ours.
 
-    `lock` is None for a socket that systemd made, whose path is not ours to remove.
+    `lock` is None for a socket that systemd made, whose path is not ours to remove or to make again.
     """
 
-    socket: socket.socket
+    socket: Socket
     path: Path
     lock: int | None
     identity: tuple[int, int]
+    guard: Socket | None = None
+    mode: int = 0o600
+    group: int | None = None
+
+    def is_in_place(self) -> bool:
+        """True while the socket (and the lock file) that lie at the path are still ours."""
+        if self.lock is None:
+            return self.identity == NO_FILE or self._is_file(self.path, self.identity)
+        if not self._is_file(self.path, self.identity):
+            return False
+        status = os.fstat(self.lock)
+        return self._is_file(_lock_path(self.path), (status.st_dev, status.st_ino))
+
+    @staticmethod
+    def _is_file(path: Path, identity: tuple[int, int]) -> bool:
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == identity
+
+    def restore(self) -> Socket | None:
+        """Make socket and lock file again where they are gone. Returns the socket that was replaced, if one was.
+
+        The new one does not listen yet. SocketError when the path is not to be had: its directory is gone, or
+        somebody else has it, or systemd made the socket.
+        """
+        if self.lock is None:
+            raise SocketError(
+                "the socket that systemd made is not at its path any more",
+                path=self.path,
+                advice="Restart the socket unit",
+            )
+        status = os.fstat(self.lock)
+        if not self._is_file(_lock_path(self.path), (status.st_dev, status.st_ino)):
+            lock = _lock(self.path)
+            os.close(self.lock)
+            self.lock = lock
+        if self._is_file(self.path, self.identity):
+            return None
+        before = self.socket
+        self.socket, self.identity = _bind(self.path, before.type, self.mode, self.group)
+        return before
 
     def withdraw(self) -> None:
         """Stop listening and remove the socket file if it is still ours; nobody else may take the path yet."""
         self.socket.close()
-        if self.lock is None:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            status = os.lstat(self.path)
-            if (status.st_dev, status.st_ino) == self.identity:
+        if self.lock is not None and self._is_file(self.path, self.identity):
+            with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
 
     def close(self) -> None:
@@ -78,21 +128,67 @@ class ClaimedSocket:
         try:
             self.withdraw()
         finally:
+            if self.guard is not None:
+                self.guard.close()
             if self.lock is not None:
                 os.close(self.lock)
                 self.lock = None
 
 
-def claim(path: Path, *, mode: int = 0o600, group: int | None = None) -> ClaimedSocket:
-    """Bind a SOCK_SEQPACKET socket at `path`, which nobody can connect to before it listens.
+def claim(
+    path: Path, *, mode: int = 0o600, group: int | None = None, kind: int = socket.SOCK_SEQPACKET
+) -> ClaimedSocket:
+    """Bind a socket at `path`, which nobody can connect to before it listens.
 
     SocketError when another daemon has the path, when something else lies there, or when it is too long.
     """
     check_length(path)
-    lock = _lock(path)
+    guard = take_guard(path)
+    lock = None
+    try:
+        lock = _lock(path)
+        bound, identity = _bind(path, kind, mode, group)
+    except BaseException:
+        if guard is not None:
+            guard.close()
+        if lock is not None:
+            os.close(lock)
+        raise
+    return ClaimedSocket(bound, path, lock, identity, guard, mode, group)
+
+
+def adopt(descriptor: int) -> ClaimedSocket:
+    """A listening socket that systemd made (LISTEN_FDS). SocketError when it is of another kind."""
+    try:
+        adopted = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise SocketError(f"descriptor {descriptor} from systemd is not a socket: {error.strerror}") from error
+    problem = None
+    if adopted.family != socket.AF_UNIX or adopted.type != socket.SOCK_SEQPACKET:
+        problem = "is not of the kind AF_UNIX, SOCK_SEQPACKET"
+    elif not adopted.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        problem = "does not listen"
+    if problem is not None:
+        adopted.close()
+        raise SocketError(
+            f"the socket from systemd {problem}",
+            advice="Use ListenSequentialPacket= in the socket unit, and no Accept=yes",
+        )
+    os.set_inheritable(descriptor, False)
+    name = os.fsdecode(adopted.getsockname())
+    path, identity = Path(name.replace("\0", "@")), NO_FILE  # an @ is how systemd writes an abstract name
+    if not name.startswith("\0"):
+        with contextlib.suppress(FileNotFoundError):  # removed before we were started: nothing to look after
+            status = os.lstat(path)
+            identity = (status.st_dev, status.st_ino)
+    return ClaimedSocket(adopted, path, None, identity)
+
+
+def _bind(path: Path, kind: int, mode: int, group: int | None) -> tuple[socket.socket, tuple[int, int]]:
+    """A socket at a path that was claimed, and which file it is."""
     try:
         _remove_stale(path)
-        bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        bound = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
         try:
             bound.bind(os.fspath(path))
             if group is not None:
@@ -103,36 +199,19 @@ def claim(path: Path, *, mode: int = 0o600, group: int | None = None) -> Claimed
             bound.close()
             raise
     except OSError as error:
-        os.close(lock)
         raise _refused("cannot be made", error, path) from error
-    except BaseException:
-        os.close(lock)
-        raise
-    return ClaimedSocket(bound, path, lock, (status.st_dev, status.st_ino))
+    return bound, (status.st_dev, status.st_ino)
 
 
-def adopt(descriptor: int) -> ClaimedSocket:
-    """A listening socket that systemd made (LISTEN_FDS). SocketError when it is of another kind."""
-    try:
-        adopted = socket.socket(fileno=descriptor)
-    except OSError as error:
-        raise SocketError(f"descriptor {descriptor} from systemd is not a socket: {error.strerror}") from error
-    if adopted.family != socket.AF_UNIX or adopted.type != socket.SOCK_SEQPACKET:
-        adopted.close()
-        raise SocketError(
-            "the socket from systemd is not of the kind AF_UNIX, SOCK_SEQPACKET",
-            advice="Use ListenSequentialPacket= in the socket unit",
-        )
-    os.set_inheritable(descriptor, False)
-    return ClaimedSocket(adopted, Path(os.fsdecode(adopted.getsockname())), None, (0, 0))
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + LOCK_SUFFIX)
 
 
 def _lock(path: Path) -> int:
     """An exclusive lock beside the socket. SocketError when somebody has it."""
-    lock_path = os.fspath(path) + LOCK_SUFFIX
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        lock = os.open(lock_path, flags, 0o600)
+        lock = os.open(_lock_path(path), flags, 0o600)
     except OSError as error:
         raise _refused("cannot be locked", error, path) from error
     try:
@@ -142,11 +221,7 @@ def _lock(path: Path) -> int:
         os.close(lock)
         if error.errno != errno.EWOULDBLOCK:
             raise _refused("cannot be locked", error, path) from error
-        raise SocketError(
-            f"another k3-store{owner} serves on this socket, or is just starting to",
-            path=path,
-            advice="Use that one, end it first, or choose another --socket",
-        ) from None
+        raise already_served(owner, path) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

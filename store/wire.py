@@ -10,6 +10,7 @@ No state; any thread.
 from __future__ import annotations
 
 import array
+import fcntl
 import json
 import os
 import socket
@@ -18,17 +19,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from k3.container.errors import WireError
+from k3.container.errors import K3Error, WireError
 from k3.container.strict_json import parse_object
 from k3.container.wording import shown
 
 VERSION = 1
 MESSAGE_BYTES_MAX = 64 * 1024
+STATUS_BYTES_MAX = MESSAGE_BYTES_MAX - 64
+"""Bytes of a status that still goes into a packet; its message adds 28."""
+
+LONG_STATUS_BYTES_MAX = 64 << 20
 NAME_CHARACTERS_MAX = 64
 TEXT_CHARACTERS_MAX = 4096
 NUMBER_MAX = 2**63 - 1
 DESCRIPTORS = ("arena", "ring", "dense", "model", "request_doorbell", "completion_doorbell")
-"""What travels beside a welcome, in this order."""
+"""Descriptors beside a welcome, in this order."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 _ADVICE = "The two sides speak different versions of the protocol, or one of them is not k3-store"
 
@@ -71,6 +78,13 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class LongStatus:
+    """A status that is too large for a packet: it is in the memfd that travels beside this, from its beginning."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """Why the daemon ends this connection."""
 
@@ -86,12 +100,13 @@ class Goodbye:
     reason: str
 
 
-Message: TypeAlias = Hello | Welcome | StatusRequest | Status | Refusal | Goodbye
+Message: TypeAlias = Hello | Welcome | StatusRequest | Status | LongStatus | Refusal | Goodbye
 
 _TYPES: dict[str, type[Message]] = {
     "hello": Hello,
     "welcome": Welcome,
     "status": Status,
+    "long_status": LongStatus,
     "error": Refusal,
     "goodbye": Goodbye,
 }
@@ -106,10 +121,21 @@ def clean_name(name: str) -> str:
 def pack(message: Message) -> bytes:
     """A message as one packet. WireError when it is larger than a packet may be."""
     fields = asdict(message)
-    data = json.dumps({"type": _NAMES[type(message)], **fields}, separators=(",", ":")).encode()
+    data = _text({"type": _NAMES[type(message)], **fields})
     if len(data) > MESSAGE_BYTES_MAX:
         raise WireError(f"a message of {len(data)} bytes is larger than the {MESSAGE_BYTES_MAX} that may be sent")
     return data
+
+
+def _text(fields: Mapping[str, Any]) -> bytes:
+    """An object as UTF-8 JSON. Bytes of a path that are no UTF-8 become question marks: JSON cannot say them."""
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def refusal(error: K3Error) -> Refusal:
+    """An error as the other side is told it: its texts as long as they may be, so that it always can be packed."""
+    advice = error.advice or ""
+    return Refusal(type(error).__name__, error.problem[:TEXT_CHARACTERS_MAX], advice[:TEXT_CHARACTERS_MAX])
 
 
 def unpack(data: bytes) -> Message:
@@ -149,7 +175,7 @@ def _checked(kind: type[Message], name: str, fields: dict[str, Any]) -> Message:
 
 
 def _problem(field: str, type_name: str, value: Any) -> str | None:
-    """What is wrong with one field, None when nothing is."""
+    """Say why one field is not sound; None when it is."""
     if type_name == "int":
         sound = type(value) is int and 0 <= value <= NUMBER_MAX
         return None if sound else "not a whole number from 0 to 2^63 - 1"
@@ -171,6 +197,33 @@ def send(connection: socket.socket, message: Message, descriptors: Sequence[int]
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
     sent = connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
     assert sent == len(data), "a packet is sent whole or not at all"
+
+
+def send_status(connection: socket.socket, status: Mapping[str, Any]) -> None:
+    """Send a status, beside a packet if it is too large for one. OSError as for `send`."""
+    data = _text(status)
+    if len(data) <= STATUS_BYTES_MAX:
+        send(connection, Status(status))
+        return
+    descriptor = os.memfd_create("k3-status", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        send(connection, LongStatus(len(data)), [descriptor])
+    finally:
+        os.close(descriptor)
+
+
+def long_status(message: LongStatus, descriptors: Sequence[int]) -> Status:
+    """The status that came beside a packet. WireError when it is not there, or is none."""
+    if len(descriptors) != 1 or message.nbytes > LONG_STATUS_BYTES_MAX:
+        raise WireError(
+            f"a status of {message.nbytes} bytes came with {len(descriptors)} descriptors", advice=_ADVICE
+        )
+    data = os.pread(descriptors[0], message.nbytes, 0)
+    what = "a status beside a packet"
+    return Status(parse_object(data, what=what, path=Path("socket"), error=WireError, advice=_ADVICE))
 
 
 def receive(connection: socket.socket) -> Message | None:

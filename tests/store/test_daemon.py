@@ -24,6 +24,7 @@ from k3.store import daemon as daemon_module
 from k3.store import wire
 from k3.store.client import DaemonSource
 from k3.store.link import Link, ask_status, connect
+from k3.store.peer import SPARE_CONNECTIONS
 from k3.store.service import ServeSettings, Service
 from tests.support.containers import Built, build_container
 from tests.support.daemons import (
@@ -198,7 +199,7 @@ def test_too_many_clients_are_told_so(daemon: Inside) -> None:
 def test_a_flood_of_connections_is_bounded(daemon: Inside) -> None:
     before = open_descriptors()
     flood = [connect(daemon.socket) for _ in range(40)]
-    wait_until(lambda: len(daemon.daemon._connections) <= 4 + daemon_module.SPARE_CONNECTIONS)
+    wait_until(lambda: len(daemon.daemon._connections) <= 4 + SPARE_CONNECTIONS)
     for connection in flood:
         connection.close()
     wait_until(lambda: open_descriptors() <= before)

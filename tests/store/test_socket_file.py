@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from k3.container.errors import SocketError
+from k3.store.path_guard import guard_name
 from k3.store.socket_file import adopt, check_length, claim, default_path, usual_path
 
 
@@ -193,6 +194,52 @@ def test_a_socket_from_systemd(tmp_path: Path) -> None:
     assert claimed.path == path
     claimed.close()
     assert path.exists()  # systemd's, not ours
+
+
+def test_a_socket_from_systemd_must_listen(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
+        made.bind(str(tmp_path / "s"))
+        with pytest.raises(SocketError, match="does not listen"):
+            adopt(os.dup(made.fileno()))
+
+
+def test_a_socket_of_systemd_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
+        made.bind(str(tmp_path / "s"))
+        made.listen()
+        claimed = adopt(os.dup(made.fileno()))
+        assert claimed.is_in_place()
+        (tmp_path / "s").unlink()
+        assert not claimed.is_in_place()
+        with pytest.raises(SocketError, match="Restart the socket unit"):
+            claimed.restore()
+        claimed.close()
+        again = adopt(os.dup(made.fileno()))  # a daemon that is started anew cannot help it either
+        assert again.is_in_place()
+        again.close()
+
+
+def test_a_name_that_another_user_took_is_no_proof(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It must not keep a daemon from starting; the lock still keeps a second one from it."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
+        squatter.bind(guard_name(path, os.geteuid()))  # does not listen: the kernel says nothing of its owner
+        claimed = claim(path)
+        assert "only the lock file does now" in caplog.text
+        with pytest.raises(SocketError, match="another k3-store"):
+            claim(path)
+        claimed.close()
+
+
+def test_a_second_daemon_is_refused_by_the_name_alone(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    first = claim(path)
+    path.unlink()
+    Path(f"{path}.lock").unlink()
+    with pytest.raises(SocketError, match=rf"another k3-store \(process {os.getpid()}\)"):
+        claim(tmp_path / "." / "s")
+    first.close()
+    claim(path).close()
 
 
 def test_another_kind_of_descriptor_from_systemd_is_refused(tmp_path: Path) -> None:

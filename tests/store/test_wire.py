@@ -162,6 +162,36 @@ def test_a_bad_message_with_descriptors_leaves_none_open(pair: tuple[socket.sock
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@given(st.dictionaries(texts, st.lists(st.text(max_size=400) | numbers, max_size=60), max_size=12))
+def test_a_status_of_any_size_arrives(status: dict[str, Any]) -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        wire.send_status(here, status)
+        message, descriptors = wire.receive_with_descriptors(there)
+    if isinstance(message, wire.LongStatus):
+        message = wire.long_status(message, descriptors)
+    wire.close_all(descriptors)
+    assert message == wire.Status(status)
+
+
+@pytest.mark.parametrize("length", range(wire.STATUS_BYTES_MAX - 40, wire.STATUS_BYTES_MAX + 40))
+def test_a_status_at_the_bound_arrives(length: int) -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        wire.send_status(here, {"x": "y" * length})
+        message, descriptors = wire.receive_with_descriptors(there)
+        assert isinstance(message, wire.LongStatus) == (length + len('{"x":""}') > wire.STATUS_BYTES_MAX)
+        wire.close_all(descriptors)
+
+
+@pytest.mark.parametrize("text", ["\x01" * 9000, "\U0001f600" * 9000, "\udc80" * 9000, '"' * 9000])
+def test_every_refusal_can_be_sent_and_understood(text: str) -> None:
+    refusal = wire.refusal(WireError(text, advice=text))
+    told = wire.unpack(wire.pack(refusal))
+    assert isinstance(told, wire.Refusal)
+    assert len(told.problem) == len(told.advice) == wire.TEXT_CHARACTERS_MAX
+
+
 def test_the_end_is_none(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     here.close()
@@ -206,6 +236,7 @@ def test_the_document_names_exactly_these_messages_and_fields() -> None:
     wanted = {
         ("c → d", "hello"): wire.Hello, ("d → c", "welcome"): wire.Welcome,
         ("c → d", "status"): wire.StatusRequest, ("d → c", "status"): wire.Status,
+        ("d → c", "long_status"): wire.LongStatus,
         ("d → c", "error"): wire.Refusal, ("d → c", "goodbye"): wire.Goodbye,
     }  # fmt: skip
     assert told == {key: set(kind.__annotations__) for key, kind in wanted.items()}

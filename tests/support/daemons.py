@@ -44,16 +44,21 @@ class Inside:
 
 @contextlib.contextmanager
 def daemon_inside(
-    socket: Path, directories: Sequence[Path], *, group: int | None = None, drain_s: float = 5.0, **settings: Any
+    socket: Path,
+    directories: Sequence[Path],
+    *,
+    loop: dict[str, Any] | None = None,
+    drain_s: float = 5.0,
+    **settings: Any,
 ) -> Iterator[Inside]:
-    """Serve a container until the end of the block."""
+    """Serve a container until the end of the block. `loop`: options of the control loop."""
     claimed = claim(socket)
     try:
         service = Service.open(ServeSettings(tuple(directories), **settings), lambda what, done, total: None)
     except BaseException:
         claimed.close()
         raise
-    options = DaemonOptions(group=group, drain_s=drain_s, with_signals=False)
+    options = DaemonOptions(drain_s=drain_s, with_signals=False, **(loop or {}))
     daemon = Daemon(service, claimed, Notifier(Supervisor()), options)
     failures: list[BaseException] = []
 
