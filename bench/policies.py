@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from routing import K3_SHAPE, Text, passes, sticky, topics, uniform, zipf
@@ -81,11 +82,11 @@ def made_up(quick: bool) -> dict[str, Make]:
     }
 
 
-def _drawn(family: Callable[..., Iterator[np.ndarray]], text: Text, seed: int) -> Requests:
+def _drawn(family: Callable[..., Iterator[np.ndarray[Any, Any]]], text: Text, seed: int) -> Requests:
     return Requests.from_passes(K3_SHAPE, passes(family(K3_SHAPE, seed), text))
 
 
-def _two_engines(family: Callable[..., Iterator[np.ndarray]], text: Text, seed: int) -> Requests:
+def _two_engines(family: Callable[..., Iterator[np.ndarray[Any, Any]]], text: Text, seed: int) -> Requests:
     """Two texts at once against one cache: sets of the two in a random order, each in its own."""
     both = [_drawn(family, text, seed), _drawn(family, text, seed + 1000)]
     turns = np.random.default_rng(seed).permutation(np.repeat([0, 1], [len(part) for part in both]))

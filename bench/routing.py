@@ -114,7 +114,8 @@ def _noise(random: np.random.Generator, shape: RouteHeader) -> Scores:
 def _gumbel(random: np.random.Generator, shape: RouteHeader) -> Scores:
     """Added to log weights, it makes the top k a draw without replacement by these weights."""
     draws = random.standard_exponential(_dimensions(shape), dtype=np.float32)
-    return -np.log(np.maximum(draws, np.finfo(np.float32).tiny))
+    found: npt.NDArray[np.float32] = -np.log(np.maximum(draws, np.finfo(np.float32).tiny))
+    return found
 
 
 def _shuffled_zipf(random: np.random.Generator, shape: RouteHeader, exponent: float) -> Scores:

@@ -4,11 +4,11 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
+from typing_extensions import Buffer, Self
 
 Payload = npt.NDArray[np.uint8]
 _R = TypeVar("_R")

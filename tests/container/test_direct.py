@@ -308,7 +308,7 @@ def test_memory_file_systems_say_what_they_take(tmp_path: Path) -> None:
 # --- writing
 
 
-def pages(count: int, seed: int = 0) -> np.ndarray:
+def pages(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
     buffer = aligned_buffer(count * PAGE_BYTES)
     buffer[:] = np.random.default_rng(seed).integers(1, 256, len(buffer), dtype=np.uint8)
     return buffer

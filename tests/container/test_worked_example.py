@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -97,7 +98,7 @@ def test_our_layout_gives_the_same_bytes(tmp_path: Path) -> None:
     assert np.array_equal(first, np.arange(1, 17, dtype=np.uint8).reshape(2, 8))
 
 
-def grouped(tensors: dict[str, np.ndarray]) -> list[list[str]]:
+def grouped(tensors: dict[str, np.ndarray[Any, Any]]) -> list[list[str]]:
     """The file's tensors in storage order: by expert, its padding after it."""
     groups = []
     for expert in range(2):

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def routed(passes: Sets) -> list[RoutedPass]:
     ]
 
 
-def _u16(numbers: list[int]) -> np.ndarray:
+def _u16(numbers: list[int]) -> np.ndarray[Any, Any]:
     return np.array(numbers, np.uint16)
 
 
