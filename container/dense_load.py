@@ -18,6 +18,7 @@ in the order of use, that fails again ends the load: its error is raised by ever
 
 from __future__ import annotations
 
+import copy
 import enum
 import threading
 import time
@@ -125,7 +126,7 @@ class DenseLoad:
                 self._checked.wait()
             if name not in self._ready:
                 if self._failure is not None:
-                    raise self._failure
+                    raise copy.copy(self._failure)  # two threads must not share one traceback
                 raise ValueError(f"the load was closed before {name} was taken")
             place = self._ready.pop(name)
         return self._tensor(name, place)
@@ -136,6 +137,8 @@ class DenseLoad:
         for thread in self._threads:
             thread.join()
         self._ready.clear()
+        while self._files:  # the last lane closes them, unless some lanes could not be started
+            self._files.popitem()[1].close()
 
     def __enter__(self) -> DenseLoad:
         return self

@@ -68,7 +68,7 @@ def _socket_option(command: _F) -> _F:
         type=_DIRECTORY,
         show_envvar=True,
         envvar="K3_STORE",
-        help="The daemon's socket.  [default: $XDG_RUNTIME_DIR/k3-store.sock, else /run/k3-store/k3-store.sock]",
+        help="The daemon's socket.  [default: k3-store.sock in $XDG_RUNTIME_DIR/k3-store, else in /run/k3-store]",
     )(command)
 
 
@@ -296,6 +296,7 @@ def _serve_options(options: dict[str, Any]) -> Any:
     )
     return ServeOptions(
         service=settings,
+        makes_directory=options["socket"] is None,
         socket=options["socket"] or default_path(os.environ.get("XDG_RUNTIME_DIR")),
         group=group,
         metrics=metrics,

@@ -10,6 +10,7 @@ DaemonError at once. With a `fallback`, they read from there at once, and every 
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -223,7 +224,7 @@ class DaemonSource:
                 raise StopIteration
             return next(request.delegate)
         if isinstance(item, Exception):
-            raise item
+            raise copy.copy(item)  # two threads must not share one traceback
         return item
 
     def _next_item(self, request: Request, began_ns: int) -> Lease | Exception | None:

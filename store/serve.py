@@ -40,6 +40,8 @@ class ServeOptions:
     group: int | None = None
     metrics: MetricsPlace | None = None
     clients_per_user: int | None = None
+    makes_directory: bool = False
+    """Make the socket's directory if it is not there: it is a default, and nobody chose it."""
     log_json: bool = False
     drain_s: float = 5.0
 
@@ -76,6 +78,9 @@ def _socket(options: ServeOptions, supervisor: Supervisor) -> ClaimedSocket:
         raise SocketError(f"systemd made {supervisor.listen_descriptors} sockets; this daemon serves on one")
     if supervisor.listen_descriptors == 1:
         return adopt(FIRST_DESCRIPTOR)
+    if options.makes_directory:
+        with contextlib.suppress(OSError):  # `claim` says what is wrong with it
+            options.socket.parent.mkdir(mode=0o755)
     mode = 0o600 if options.group is None else 0o660
     return claim(options.socket, mode=mode, group=options.group)
 

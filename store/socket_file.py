@@ -38,7 +38,7 @@ NO_FILE = (0, 0)
 
 def default_path(runtime_directory: str | None) -> Path:
     """Where a daemon listens when nobody says otherwise; `runtime_directory` is XDG_RUNTIME_DIR."""
-    return (Path(runtime_directory) if runtime_directory else SYSTEM_DIRECTORY) / SOCKET_NAME
+    return (Path(runtime_directory, "k3-store") if runtime_directory else SYSTEM_DIRECTORY) / SOCKET_NAME
 
 
 def usual_path(runtime_directory: str | None) -> Path:

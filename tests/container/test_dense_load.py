@@ -13,6 +13,7 @@ import pytest
 
 from k3.container import dense_load
 from k3.container.dense_load import DenseLoad
+from k3.container.direct import ReadFile
 from k3.container.errors import DamageError, DriveError
 from k3.container.keys import PAGE_BYTES
 from k3.container.reader import Container
@@ -113,6 +114,7 @@ def test_damage_is_named_and_nothing_of_it_is_handed_out(built: Built, container
                 load.take(name)
             assert (caught.value.tensor, caught.value.path) == (NAMES[2], str(path))
             assert caught.value.offset == offset
+            assert caught.value is not load._failure  # each taker has a traceback of its own
         assert load.take(NAMES[0]).name == NAMES[0]  # it was sound, and there
     assert told == NAMES[:2]
 
@@ -150,6 +152,11 @@ def test_threads_that_are_refused_are_an_error(
 ) -> None:
     before, start = threading.active_count(), threading.Thread.start
     left = [started]
+    opened: list[ReadFile] = []
+
+    def opener(path: Path, direct: bool) -> ReadFile:
+        opened.append(dense_load.open_file(path, direct))
+        return opened[-1]
 
     def refusing(thread: threading.Thread) -> None:
         if not left[0]:
@@ -159,8 +166,9 @@ def test_threads_that_are_refused_are_an_error(
 
     monkeypatch.setattr(threading.Thread, "start", refusing)
     with pytest.raises(RuntimeError, match="new thread"):
-        DenseLoad(container, NAMES)
+        DenseLoad(container, NAMES, opener=opener)
     assert threading.active_count() == before
+    assert all(file._fd < 0 for file in opened)
 
 
 def test_what_the_listener_raises_is_raised(container: Container) -> None:

@@ -14,7 +14,11 @@ from pathlib import Path
 import pytest
 
 from k3.container.errors import SocketError
+from k3.store import serve
+from k3.store.notify import Supervisor
 from k3.store.path_guard import guard_name
+from k3.store.serve import ServeOptions
+from k3.store.service import ServeSettings
 from k3.store.socket_file import adopt, check_length, claim, default_path, usual_path
 
 
@@ -252,7 +256,18 @@ def test_another_kind_of_descriptor_from_systemd_is_refused(tmp_path: Path) -> N
         adopt(os.dup(file.fileno()))
 
 
+def test_the_directory_of_a_default_socket_is_made(tmp_path: Path) -> None:
+    path = default_path(str(tmp_path))
+    options = ServeOptions(ServeSettings(), path, makes_directory=True)
+    for _ in range(2):
+        claimed = serve._socket(options, Supervisor())
+        assert path.exists()
+        claimed.close()
+    with pytest.raises(SocketError, match="Make the directory"):
+        serve._socket(ServeOptions(ServeSettings(), tmp_path / "other" / "s"), Supervisor())
+
+
 def test_default_places(tmp_path: Path) -> None:
-    assert default_path("/run/user/1000") == Path("/run/user/1000/k3-store.sock")
+    assert default_path("/run/user/1000") == Path("/run/user/1000/k3-store/k3-store.sock")
     assert default_path(None) == default_path("") == Path("/run/k3-store/k3-store.sock")
-    assert usual_path(str(tmp_path)) == tmp_path / "k3-store.sock"
+    assert usual_path(str(tmp_path)) == tmp_path / "k3-store" / "k3-store.sock"
