@@ -9,6 +9,7 @@ and ETA through tqdm, or as JSON lines on stdout. Used from a command's main thr
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -34,6 +35,11 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _JSON_INTERVAL_S = 1.0
 
+_ANY_COMMAND = (
+    ExitCode.OK, ExitCode.USAGE, ExitCode.DRIVE, ExitCode.SPACE, ExitCode.UNSUPPORTED, ExitCode.INTERNAL,
+    ExitCode.INTERRUPTED, ExitCode.CLOSED_PIPE,
+)  # fmt: skip
+
 
 def format_size(nbytes: float) -> str:
     """Bytes for people, in powers of 1000: "812 B", "5.1 MB", "1.45 TB"."""
@@ -46,8 +52,9 @@ def format_size(nbytes: float) -> str:
 
 
 def exit_code_help(codes: Iterable[ExitCode]) -> str:
-    """The paragraph for --help that lists what each exit status means."""
-    lines = [f"  {int(code):<4}{EXIT_CODE_HELP[code]}" for code in codes]
+    """The paragraph for --help that lists what each exit status means, those that every command has too."""
+    listed = sorted({*codes, *_ANY_COMMAND})
+    lines = [f"  {int(code):<4}{EXIT_CODE_HELP[code]}" for code in listed]
     return "\b\nExit codes:\n" + "\n".join(lines)
 
 
@@ -107,18 +114,17 @@ def _kept_from_click() -> Iterator[None]:
 
 def _end(body: Callable[[], Any]) -> NoReturn:
     """Call click's part of a command and end the process with what it came to."""
-    streams.prepare()
-    code = 0
+
+    def parse() -> int:
+        streams.prepare()
+        return _parsed(body)
+
     try:
-        code = _parsed(body)
+        code = _outcome(parse, as_json=False, on_interrupt=None)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ExitCode.USAGE)
     except BrokenPipeError:
-        code = streams.CLOSED_PIPE
-    except OSError as error:
-        refused = _refusal(error)
-        report_error(refused, as_json=False)
-        code = int(refused.exit_code)
+        code = int(ExitCode.CLOSED_PIPE)
     streams.settle()
     raise SystemExit(code)
 
@@ -131,13 +137,13 @@ def _parsed(body: Callable[[], Any]) -> int:
     except _KeptError as kept:
         if isinstance(kept.error, OSError):
             raise kept.error from None
-        streams.say("\ninterrupted\n")
-        return int(ExitCode.INTERRUPTED)
+        raise KeyboardInterrupt from None
     except click.Abort:
-        streams.say("\ninterrupted\n")
-        return int(ExitCode.INTERRUPTED)
+        raise KeyboardInterrupt from None
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        streams.say(shown.getvalue())
         return int(ExitCode.USAGE)  # click's own code for a file that it cannot open is 1
 
 
@@ -186,7 +192,7 @@ def run(body: Callable[[], int | None], *, as_json: bool = False, on_interrupt: 
         _tell_notes(as_json)
         sys.stdout.flush()
     except BrokenPipeError:
-        code = streams.CLOSED_PIPE  # the reader of our output has gone; nothing is left to say
+        code = int(ExitCode.CLOSED_PIPE)  # the reader of our output has gone; nothing is left to say
     except OSError as error:
         refused = _refusal(error)
         report_error(refused, as_json=as_json)

@@ -51,6 +51,7 @@ class ExitCode(enum.IntEnum):
     DAEMON = 10
     INTERNAL = 70
     INTERRUPTED = 130
+    CLOSED_PIPE = 141
 
 
 EXIT_CODE_HELP: dict[ExitCode, str] = {
@@ -63,10 +64,11 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
     ExitCode.DRIVE: "a read or write failed",
     ExitCode.SPACE: "not enough space",
     ExitCode.RESUME: "what should go on was begun with other parameters or another source",
-    ExitCode.UNSUPPORTED: "a newer format, or something this program cannot do",
+    ExitCode.UNSUPPORTED: "a newer format, too little memory, or something this program cannot do",
     ExitCode.DAEMON: "k3-store is not there, refused, or went away",
     ExitCode.INTERNAL: "a fault of the program itself",
     ExitCode.INTERRUPTED: "interrupted",
+    ExitCode.CLOSED_PIPE: "whoever read the output has gone",
 }
 
 

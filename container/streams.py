@@ -12,9 +12,6 @@ from typing import TextIO
 
 from k3.container.wording import visible_text
 
-CLOSED_PIPE = 141
-"""Exit status when the reader of the output has gone: what a shell shows for a command that SIGPIPE ended."""
-
 
 def prepare() -> None:
     """Let closed streams lead nowhere, and let every name be shown. A second call does nothing."""
@@ -26,15 +23,10 @@ def prepare() -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr. A stderr that takes nothing is left alone from then on: the exit status has to do.
-
-    BrokenPipeError when its reader has gone.
-    """
+    """Write to stderr. A stderr that takes nothing is left alone from then on: the exit status has to do."""
     try:
         sys.stderr.write(visible_text(text))
         sys.stderr.flush()
-    except BrokenPipeError:
-        raise
     except OSError:
         _lead_nowhere(sys.stderr)
 

@@ -68,7 +68,7 @@ class _RunOrBench(console.Command):
 )
 @click.option("--ngen", type=Whole(0), default=DEFAULT_GENERATE, help="Tokens to generate at most.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the message.")
-@click.option("--temperature", type=Real(0), default=0.0, help="0 always takes the likeliest token.")
+@click.option("--temperature", type=Real(0, 1e6), default=0.0, help="0 always takes the likeliest token.")
 @click.option(
     "--top-p",
     type=Real(0, 1, above=True),

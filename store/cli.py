@@ -143,7 +143,7 @@ def main() -> None:
 @click.option("--group", help="Let members of this group connect too.")
 @click.option(
     "--clients-per-user",
-    type=click.IntRange(1, 64),
+    type=Whole(1, 64),
     help="Engines that one member of --group may attach at once.  [default: all places but one]",
 )
 @click.option(
@@ -279,7 +279,7 @@ def _serve_options(options: dict[str, Any]) -> Any:
     if not options["dirs"] and options["container"] is None:
         raise click.UsageError("Which container? Give --dirs (or K3_DIRS) or --container.")
     if options["policy"] not in policy_names():
-        raise click.UsageError(f"--policy {options['policy']!r}: there are {', '.join(policy_names())}.")
+        raise click.UsageError(f"--policy {short(options['policy'])}: there are {', '.join(policy_names())}.")
     group = _group(options["group"])
     metrics = None
     if isinstance(options["metrics"], Path):
@@ -314,9 +314,11 @@ def _group(name: str | None) -> int | None:
     if name is None:
         return None
     try:
-        return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise click.UsageError(f"--group {name!r}: there is no such group.") from None
+        if name.isascii() and name.isdecimal() and len(name) < 10:
+            return int(name)
+        return grp.getgrnam(name).gr_gid
+    except (KeyError, ValueError):  # ValueError: no text that the system could know
+        raise click.UsageError(f"--group {short(name)}: there is no such group.") from None
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -328,10 +330,10 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
         first, dash, last = item.strip().partition("-")
         bounds = [first, last if dash else first]
         if not all(bound.isascii() and bound.isdecimal() and len(bound) < 7 for bound in bounds):
-            raise click.UsageError(f"{option} {text!r} is not a list such as 3 or 1-4,9.")
+            raise click.UsageError(f"{option} {short(text)} is not a list such as 3 or 1-4,9.")
         numbers += range(int(bounds[0]), int(bounds[1]) + 1)
     if len(set(numbers)) != len(numbers) or not numbers:
-        raise click.UsageError(f"{option} {text!r} names something twice, or nothing.")
+        raise click.UsageError(f"{option} {short(text)} names something twice, or nothing.")
     return tuple(numbers)
 
 

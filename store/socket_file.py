@@ -143,6 +143,8 @@ def claim(
     SocketError when another daemon has the path, when something else lies there, or when it is too long.
     """
     check_length(path)
+    if not path.name:
+        raise SocketError("this is a directory, and no place for a socket", path=path, advice="Name a file in it")
     guard = take_guard(path)
     lock = None
     try:
