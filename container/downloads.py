@@ -11,15 +11,17 @@ Reads directories, links and small files; safe to use from any thread.
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3.container.direct import drive_error
 from k3.container.errors import DriveError, K3Error, SourceError
 from k3.container.hf_cache import list_directory
+from k3.container.presence import is_named
 from k3.container.regular_file import read_small_file
 from k3.container.wording import shown_name
 
@@ -72,12 +74,14 @@ def published_digest(path: Path) -> PublishedDigest | None:
     """
     try:
         target = path.readlink()
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # a published digest must not get lost
+            raise drive_error("cannot read the link", error, path) from error
         target = None  # not a link
     if target is not None and target.parent.name == "blobs" and _DIGEST.match(target.name):
         return PublishedDigest(target.name, path)
     record = path.parent / METADATA_DIRECTORY / f"{path.name}.metadata"
-    if not os.path.lexists(record):
+    if not is_named(record):
         return None
     try:
         lines = read_small_file(record, METADATA_BYTES_MAX, SourceError).decode("ascii", "replace").splitlines()
@@ -95,13 +99,13 @@ def is_leftover(name: str) -> bool:
 def leftovers_of(path: Path) -> list[str]:
     """Names of the files beside `path` that belong to an unfinished download of it."""
     names = [path.name + suffix for suffix in LEFTOVER_SUFFIXES]
-    return [name for name in names if os.path.lexists(path.with_name(name))]
+    return [name for name in names if is_named(path.with_name(name))]
 
 
 def refuse_holes(path: Path, error: type[K3Error]) -> None:
     """Raise `error` when a control file beside `path` says that its download has not ended."""
     for suffix in CONTROL_SUFFIXES:
-        if os.path.lexists(path.with_name(path.name + suffix)):
+        if is_named(path.with_name(path.name + suffix)):
             raise error(
                 f"its download has not ended: {path.name}{suffix} is beside it, so the file has holes",
                 path=path,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from k3.container.headers import build_header
 from k3.container.keys import PAGE_BYTES, ExpertLayout, page_ceil, tensor_bytes
+from k3.container.presence import is_file
 
 FORMAT = "k3-container"
 ROOT_FORMAT = "k3-container-root"
@@ -50,7 +51,7 @@ class Piece:
 
 def is_container(directory: Path) -> bool:
     """Whether a directory is the home of a finished container, by the names of its files."""
-    return (directory / MANIFEST_NAME).is_file() and (directory / CATALOG_NAME).is_file()
+    return is_file(directory / MANIFEST_NAME) and is_file(directory / CATALOG_NAME)
 
 
 def expert_file_name(layer: int) -> str:

@@ -8,7 +8,6 @@ Reads directories, config.json and the index; for one thread.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from k3.container.downloads import download_notes, leftovers_of, published_diges
 from k3.container.errors import ConfigError, IndexFileError, K3Error, ShardError, SourceError
 from k3.container.hf_cache import describe_directory, list_directory, snapshot_directory
 from k3.container.modelconfig import CONFIG_BYTES_MAX, CONFIG_NAME, parse_config
+from k3.container.presence import is_named
 from k3.container.regular_file import RegularFile, read_small_file, regular_size
 from k3.container.shard_index import INDEX_BYTES_MAX, INDEX_NAME, SUFFIX, ShardIndex, parse_index
 from k3.container.wording import shown_name
@@ -98,7 +98,7 @@ class SnapshotFiles:
     def text_file(self, name: str) -> Path | None:
         """The first file called `name` in the directories, None when there is none. SourceError if it dangles."""
         for directory in self.directories:
-            if os.path.lexists(directory / name):
+            if is_named(directory / name):
                 regular_size(directory / name, SourceError)
                 return directory / name
         return None
@@ -130,7 +130,7 @@ class SnapshotFiles:
         failure: K3Error | None = None
         for directory in self.directories:
             path = directory / name
-            if not os.path.lexists(path):
+            if not is_named(path):
                 continue
             refuse_holes(path, ShardError)
             try:
@@ -177,7 +177,7 @@ def _proven(path: Path, max_bytes: int, error: type[K3Error]) -> bytes:
 
 def _one_file(directories: Sequence[Path], name: str, max_bytes: int, error: type[K3Error]) -> Path | None:
     """The file `name` of the first directory that has it; every other copy must have the same bytes."""
-    found = [directory / name for directory in directories if os.path.lexists(directory / name)]
+    found = [directory / name for directory in directories if is_named(directory / name)]
     for other in found[1:]:
         if not _equal(found[0], other, max_bytes, error):
             raise error(f"differs from {found[0]}", path=other, advice=_ONE_COPY)

@@ -6,12 +6,12 @@ A finished container is recognised or refused, never changed; foreign files are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os.path import lexists
 from typing import Any
 
 from k3.container.errors import NotAContainerError, ResumeError
 from k3.container.layout import EXPERTS_DIRECTORY, JOURNAL_NAME, PARTIAL_SUFFIX, RESERVED_NAMES, ROOT_NAME
 from k3.container.manifest import Manifest
+from k3.container.presence import is_directory, is_named, is_there
 from k3.container.reader import Container, read_manifest
 from k3.container.snapshot import Snapshot
 from k3.repack.likeness import first_unlike
@@ -85,17 +85,17 @@ def is_in_place(manifest: Manifest) -> bool:
 
 def refuse_foreign_files(request: RepackRequest, snapshot: Snapshot) -> None:
     """Files that the run would write over, without a journal: they are somebody else's."""
-    if (request.home / JOURNAL_NAME).exists():
+    if is_there(request.home / JOURNAL_NAME):
         return
     for directory in request.root_directories():
-        if directory.exists() and not directory.is_dir():
+        if is_there(directory) and not is_directory(directory):
             raise NotAContainerError("the destination is not a directory", path=directory)
         ours = {ROOT_NAME}
         if directory == request.home:
             ours |= {*RESERVED_NAMES, *(name for name, _ in small_files(snapshot))} - {EXPERTS_DIRECTORY}
-        there = [name for name in ours | {name + PARTIAL_SUFFIX for name in ours} if lexists(directory / name)]
+        there = [name for name in ours | {name + PARTIAL_SUFFIX for name in ours} if is_named(directory / name)]
         experts = directory / EXPERTS_DIRECTORY
-        if experts.is_dir():
+        if is_directory(experts):
             there += [f"{EXPERTS_DIRECTORY}/{path.name}" for path in experts.iterdir()]
         if there:
             raise NotAContainerError(

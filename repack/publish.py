@@ -34,6 +34,7 @@ from k3.container.layout import (
 )
 from k3.container.manifest import DataFile, Geometry, Manifest, Root, SmallFile, SourceShard, content_identity
 from k3.container.new_file import create_instead
+from k3.container.presence import is_there
 from k3.container.regular_file import regular_size
 from k3.container.snapshot import Snapshot
 from k3.repack.journal import Journal
@@ -54,7 +55,7 @@ def finish_data_files(plan: Plan, directories: Mapping[int, Path], *, direct: bo
         final = directories[file.root] / file.path
         partial = final.with_name(final.name + PARTIAL_SUFFIX)
         header = plan.header(number)
-        if final.exists() and not partial.exists():
+        if is_there(final) and not is_there(partial):
             if _is_finished(final, file.size_bytes, header):
                 continue
             _rename(final, partial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from k3.container.errors import DriveError
 from k3.container.huge_pages import HugePages, huge_pages
 from k3.container.keys import ExpertKey
 from k3.container.layout import PARTIAL_SUFFIX
+from k3.container.presence import NOT_THERE, is_there
 from k3.repack.buffers import BufferPool
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan, Span
@@ -47,8 +49,9 @@ def recheck(
 ) -> Recheck:
     """Read every journalled unit back and compare its digests. Experts in place are their source: not read here.
 
-    A file that is missing or short makes its units bad, as does a byte that differs; other drive errors too,
-    since the unit cannot be trusted either way.
+    A file that is missing or short makes its units bad, as does a byte that differs and a place that the drive
+    cannot read (EIO): they are made again. Any other error (no rights, no descriptors, a drive that is gone) says
+    nothing about the bytes: DriveError, and what is there stays as it is.
     """
     bad_experts: list[ExpertKey] = []
     bad_tensors: list[int] = []
@@ -95,7 +98,7 @@ def _written_path(plan: Plan, directories: Mapping[int, Path], number: int) -> P
     file = plan.files[number]
     final = directories[file.root] / file.path
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
-    return partial if partial.exists() else final
+    return partial if is_there(partial) else final
 
 
 def _span_digest(path: Path, span: Span, buffers: BufferPool, direct: bool) -> bytes | None:
@@ -106,7 +109,10 @@ def _span_digest(path: Path, span: Span, buffers: BufferPool, direct: bool) -> b
             for start in range(0, span.stored_bytes, CHUNK_BYTES):
                 length = min(CHUNK_BYTES, span.stored_bytes - start)
                 hasher.update(file.read(span.offset + start, length, buffer).data)
-    except DriveError:
+    except DriveError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, NOT_THERE) and cause.errno != errno.EIO:
+            raise
         return None
     finally:
         buffers.give(buffer)

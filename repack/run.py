@@ -26,6 +26,7 @@ from k3.container.layout import (
     PARTIAL_SUFFIX,
 )
 from k3.container.manifest import Manifest
+from k3.container.presence import is_there
 from k3.container.reader import Container
 from k3.container.regular_file import RegularFile
 from k3.container.snapshot import Snapshot
@@ -107,7 +108,7 @@ def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
     snapshot = open_source(request)
     for warning in [*snapshot.warnings, *left_behind(snapshot)]:
         watcher.note(warning)
-    if (request.home / MANIFEST_NAME).exists():
+    if is_there(request.home / MANIFEST_NAME):
         manifest = recognise(request, snapshot)
         (request.home / JOURNAL_NAME).unlink(missing_ok=True)  # a kill after the last step but one left it
         return RepackResult(manifest, 0, 0, None, already_complete=True)
@@ -333,7 +334,7 @@ def _reopen_incomplete(plan: Plan, directories: Mapping[int, Path], journal: Jou
         file = plan.files[number]
         final = directories[file.root] / file.path
         partial = final.with_name(final.name + PARTIAL_SUFFIX)
-        if file.kind != "source" and final.exists() and not partial.exists():
+        if file.kind != "source" and is_there(final) and not is_there(partial):
             final.rename(partial)
             sync_directory(final.parent)
 
@@ -365,7 +366,7 @@ def _shares(request: RepackRequest, journal_path: Path) -> tuple[tuple[int, ...]
 
 def _recorded_shares(journal_path: Path) -> tuple[tuple[int, ...], dict[int, int]] | None:
     """The shares an unfinished run measured: it must go on with them."""
-    if not journal_path.exists():
+    if not is_there(journal_path):
         return None
     journal = Journal(journal_path)
     try:

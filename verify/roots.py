@@ -56,6 +56,9 @@ def find_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[
         located.append(directory)
         if directory is None:
             findings.append(_not_there(number, manifest, hint, claims[hint], refused))
+        elif root.kind == "drive" and (error_here := claims[directory].refused) is not None:
+            # Its root.json may be read by the next try: a drive that refuses once is told all the same.
+            findings.append(finding_of(error_here, Kind.UNREADABLE, root=number))
     return located, findings
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.errors import ExitCode, IncompleteError
+from k3.container.errors import DriveError, ExitCode, IncompleteError
 from k3.container.huge_pages import HugePages
 from k3.container.layout import MANIFEST_NAME
 from k3.container.ledger import Ledger
@@ -32,6 +32,7 @@ from k3.repack.durable import durable_units, refuse_unfinished
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord
 from k3.repack.plan import Plan
+from k3.repack.recheck import recheck
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.cli import main as verify_main
@@ -258,6 +259,40 @@ def test_a_shard_of_another_size_is_not_durable(source: Path, tmp_path: Path) ->
         assert durable.Durable("shard", name=name) not in durable_units(plan, journal).open()
     finally:
         journal.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENODEV, errno.ESTALE, errno.EIO])
+def test_what_cannot_be_read_back_is_made_again_only_if_it_is_damaged(
+    source: Path, tmp_path: Path, number: int
+) -> None:
+    """A resumed run without descriptors, or without its drive, must not write everything once more."""
+    home = tmp_path / "home"
+    request = RepackRequest((source,), home)
+
+    def stop(*arguments: object, **keywords: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "finish_data_files", stop)
+        with pytest.raises(KeyboardInterrupt):
+            repack(request, Watcher())
+
+    def failing(*arguments: Any, **keywords: Any) -> Any:
+        with FailingCall("open", number, home / "experts", times=1 << 30).active():
+            return recheck(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "recheck", failing)
+        if number == errno.EIO:
+            found = repack(request, Watcher()).recheck
+            assert found is not None
+            assert len(found.bad_experts) == 4
+            return
+        with pytest.raises(DriveError):
+            repack(request, Watcher())
+    found = repack(request, Watcher()).recheck
+    assert found is not None
+    assert (found.bad_experts, found.bad_tensors) == ((), ())
 
 
 def test_a_difference_keeps_its_cause_out_of_its_place() -> None:
