@@ -136,7 +136,7 @@ nb::dict client_stats(const ClientStats& c) {
 nb::dict drive_stats(const DriveStats& r) {
     nb::dict d;
     d["reads"] = r.reads, d["read_bytes"] = r.read_bytes, d["read_ns"] = r.read_ns, d["busy_ns"] = r.busy_ns;
-    d["queued"] = r.queued, d["in_flight"] = r.in_flight, d["errors"] = r.errors, d["re_reads"] = r.re_reads;
+    d["queued"] = r.queued, d["in_flight"] = r.in_flight, d["oldest_read_ns"] = r.oldest_read_ns, d["errors"] = r.errors, d["re_reads"] = r.re_reads;
     d["damaged"] = r.damaged, d["direct"] = r.direct;
     d["read_classes"] = nb::cast(r.read_classes);
     return d;
@@ -157,7 +157,9 @@ nb::dict stats(Server& server) {
     d["stale_releases"] = s.stale_releases, d["refused"] = s.refused, d["failed"] = s.failed;
     d["checked_bytes"] = s.checked_bytes, d["check_ns"] = s.check_ns, d["faults"] = s.faults;
     d["warming"] = s.warming, d["pinned"] = s.pinned, d["pin_slots"] = s.pin_slots;
-    d["prefetch_slots"] = s.prefetch_slots, d["reading"] = s.flights, d["waiting_for_slot"] = s.waiting_for_slot;
+    d["prefetch_slots"] = s.prefetch_slots, d["unused_prefetches"] = s.unused_prefetches;
+    d["reading"] = s.flights, d["unwanted"] = s.unwanted_flights, d["waiting_for_slot"] = s.waiting_for_slot;
+    d["call_off_steps"] = s.call_off_steps;
     d["open_files"] = s.open_files;
     d["read_bounds_ns"] = nb::cast(std::vector<uint64_t>(std::begin(kReadBoundsNs), std::end(kReadBoundsNs)));
     return d;

@@ -22,35 +22,42 @@ void sleep_ns(uint64_t ns) {
 
 }  // namespace
 
-void Drive::push(const std::vector<Read*>& reads, bool demand, bool first) {
+bool Drive::push(const std::vector<Read*>& reads, const Job& job, bool first) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::deque<Read*>& queue = demand ? demand_ : prefetch_;
-    queue.insert(first ? queue.begin() : queue.end(), reads.begin(), reads.end());
+    // Both are looked at under the lock: promote() and take_back() come after they were changed, so either they find
+    // these reads in the queue, or the change is seen here.
+    if (job.called_off.load(std::memory_order_relaxed)) return false;
+    ReadQueue& queue = job.demand.load(std::memory_order_relaxed) ? demand_ : background_;
+    if (first) {
+        for (auto read = reads.rbegin(); read != reads.rend(); ++read) queue.push_front(**read);
+    } else {
+        for (Read* read : reads) queue.push_back(*read);
+    }
     wake();
+    return true;
 }
 
-void Drive::promote(const Job* job) {
+void Drive::promote(std::vector<Read>& reads) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto wanted = [job](const Read* read) { return read->job == job; };
-    std::copy_if(prefetch_.begin(), prefetch_.end(), std::back_inserter(demand_), wanted);
-    prefetch_.erase(std::remove_if(prefetch_.begin(), prefetch_.end(), wanted), prefetch_.end());
+    for (Read& read : reads) {
+        if (read.queue != &background_) continue;
+        background_.remove(read);
+        demand_.push_back(read);
+    }
 }
 
-size_t Drive::queued_of(const Job* job) const {
-    const auto wanted = [job](const Read* read) { return read->job == job; };
-    return static_cast<size_t>(std::count_if(demand_.begin(), demand_.end(), wanted) +
-                               std::count_if(prefetch_.begin(), prefetch_.end(), wanted));
-}
-
-void Drive::drop(const Job* job) {
-    const auto wanted = [job](const Read* read) { return read->job == job; };
-    demand_.erase(std::remove_if(demand_.begin(), demand_.end(), wanted), demand_.end());
-    prefetch_.erase(std::remove_if(prefetch_.begin(), prefetch_.end(), wanted), prefetch_.end());
+void Drive::take_back(std::vector<Read>& reads, std::vector<Read*>& taken) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Read& read : reads) {
+        if (!is_queued(read)) continue;
+        read.queue->remove(read);
+        taken.push_back(&read);
+    }
 }
 
 uint64_t Drive::queued() const {
     std::lock_guard<std::mutex> lock(mutex_);
-    return demand_.size() + prefetch_.size();
+    return demand_.size() + background_.size();
 }
 
 uint64_t Drive::busy_ns() const {
@@ -58,17 +65,25 @@ uint64_t Drive::busy_ns() const {
     return busy_ns_ + (in_flight_.load(std::memory_order_relaxed) > 0 ? now_ns() - busy_since_ns_ : 0);
 }
 
+uint64_t Drive::oldest_read_ns() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return in_progress_.empty() ? 0 : now_ns() - in_progress_.front()->began_ns;
+}
+
 Read* Drive::next() {
     if (stopping_ || in_flight_.load(std::memory_order_relaxed) >= depth_) return nullptr;
-    std::deque<Read*>& queue = demand_.empty() ? prefetch_ : demand_;
+    ReadQueue& queue = demand_.empty() ? background_ : demand_;
     if (queue.empty()) return nullptr;
     Read* read = queue.front();
-    queue.pop_front();
-    if (in_flight_.fetch_add(1, std::memory_order_relaxed) == 0) busy_since_ns_ = now_ns();
+    queue.remove(*read);
+    in_progress_.push_back(*read);
+    read->began_ns = now_ns();
+    if (in_flight_.fetch_add(1, std::memory_order_relaxed) == 0) busy_since_ns_ = read->began_ns;
     return read;
 }
 
-void Drive::ended(Read& read, int error, uint64_t began_ns) {
+void Drive::ended(Read& read, int error) {
+    const uint64_t began_ns = read.began_ns;  // nobody changes it while the read is in progress
     if (rate_.load(std::memory_order_relaxed) != 0) wait_for_rate(read.chunk.need, began_ns);
     const uint64_t end_ns = now_ns();
     counters.reads.fetch_add(1, std::memory_order_relaxed);
@@ -78,6 +93,7 @@ void Drive::ended(Read& read, int error, uint64_t began_ns) {
     if (error == 0) counters.read_bytes.fetch_add(read.chunk.need, std::memory_order_relaxed);
     {
         std::lock_guard<std::mutex> lock(mutex_);
+        in_progress_.remove(read);
         if (in_flight_.fetch_sub(1, std::memory_order_relaxed) == 1) busy_ns_ += end_ns - busy_since_ns_;
     }
     done_(read, error);  // the job may be gone after this

@@ -1,4 +1,4 @@
-// One drive: a queue of reads, at most `depth` of them in progress, demand before prefetch.
+// One drive: reads in order, at most `depth` of them in progress, what is asked for before everything else.
 //
 // The queue is bounded by construction: an expert has a fixed number of chunks, and there are no more experts being
 // read than slots. Thread-safe. Two implementations share this file: threads that each do one pread after the other
@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <iterator>
 #include <memory>
@@ -18,17 +17,9 @@
 #include "catalog.h"
 #include "faults.h"
 #include "files.h"
+#include "read_queue.h"
 
 namespace k3::store {
-
-struct Job;
-
-// One chunk on its way. Lives in its job, which outlives every read.
-struct Read {
-    Job* job;
-    Chunk chunk;
-    uint32_t file;
-};
 
 // Called once for each read by the thread that did it; `error` is an errno or 0.
 using ReadDone = std::function<void(Read&, int error)>;
@@ -59,27 +50,29 @@ public:
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
-    void push(const std::vector<Read*>& reads, bool demand, bool first);
-    // What is still queued of `job` joins the demand reads.
-    void promote(const Job* job);
-    // Ends after the reads in progress; what is queued is never read. Joins the threads.
-    virtual void stop() = 0;
-
+    // Queues reads of one job, by what the job is at that moment. False when it has been called off: nothing is queued.
+    bool push(const std::vector<Read*>& reads, const Job& job, bool first);
+    // What is still queued of these goes with what is asked for.
+    void promote(std::vector<Read>& reads);
+    // Takes what is still queued of these out of the queue, into `taken`.
+    void take_back(std::vector<Read>& reads, std::vector<Read*>& taken);
     // For whoever locks several drives at once, in ascending order.
     std::mutex& mutex() { return mutex_; }
-    size_t queued_of(const Job* job) const;  // under mutex()
-    void drop(const Job* job);               // under mutex()
+    bool is_queued(const Read& read) const { return read.queue != nullptr && read.queue != &in_progress_; }  // under it
+    // Ends after the reads in progress; what is queued is never read. Joins the threads.
+    virtual void stop() = 0;
 
     void throttle(uint64_t bytes_per_s) { rate_.store(bytes_per_s, std::memory_order_relaxed); }
     uint64_t queued() const;
     uint32_t in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
-    uint64_t busy_ns() const;  // time with at least one read in progress
+    uint64_t busy_ns() const;         // time with at least one read in progress
+    uint64_t oldest_read_ns() const;  // age of the read that has been in progress for longest; 0 when there is none
     DriveCounters counters;
 
 protected:
     // The next read, and with it one of the `depth` places; nullptr when there is none. Under mutex_.
     Read* next();
-    void ended(Read& read, int error, uint64_t began_ns);
+    void ended(Read& read, int error);
     virtual void wake() = 0;  // there is something in the queue, or the drive stops. Under mutex_
 
     Files& files_;
@@ -92,7 +85,8 @@ protected:
 private:
     void wait_for_rate(uint64_t bytes, uint64_t began_ns);
 
-    std::deque<Read*> demand_, prefetch_;
+    ReadQueue demand_, background_;  // background: pins and prefetches, in the order in which they came
+    ReadQueue in_progress_;          // the longest first
     std::atomic<uint32_t> in_flight_{0};
     uint64_t busy_since_ns_ = 0;
     uint64_t busy_ns_ = 0;

@@ -45,8 +45,7 @@ private:
                 more_.wait(lock, [&] { return stopping_ || (read = next()) != nullptr; });
                 if (read == nullptr) return;
             }
-            const uint64_t began_ns = now_ns();
-            ended(*read, run(*read, bounce), began_ns);
+            ended(*read, run(*read, bounce));
         }
     }
 

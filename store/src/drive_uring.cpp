@@ -159,7 +159,6 @@ private:
         std::optional<Progress> progress;
         iovec vector{};
         Bounce bounce;
-        uint64_t began_ns = 0;
     };
 
     static constexpr uint64_t kDoorbell = UINT64_MAX;
@@ -216,7 +215,6 @@ private:
         free_.pop_back();
         Place& place = places_[index];
         place.read = read;
-        place.began_ns = now_ns();
         int error = 0;
         try {
             uint8_t* bounce = read->chunk.into == nullptr ? place.bounce.get() : nullptr;
@@ -267,7 +265,7 @@ private:
         place.progress.reset();
         place.read = nullptr;
         free_.push_back(index);
-        ended(read, error, place.began_ns);
+        ended(read, error);
     }
 
     Uring ring_;

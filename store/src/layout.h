@@ -20,6 +20,9 @@ constexpr uint32_t kEntriesMax = 1 << 16;
 constexpr uint32_t kClientsMax = 64;
 constexpr uint32_t kSlotsMax = 1 << 20;
 
+// Never used twice: 64 bits do not come round.
+using ClientId = uint64_t;
+
 enum class Op : uint8_t { lease = 1, release = 2, prefetch = 3, cancel = 4, pin = 5, unpin = 6 };
 
 enum class Status : uint8_t {

@@ -48,33 +48,45 @@ void Reader::prepare(Job& job, const ExpertPlan& plan, const Files& files) const
 void Reader::start(Job& job) {
     // Gathered first: once the first read is queued the job may end at any moment.
     std::vector<std::vector<Read*>> by_drive(drives_.size());
-    const bool demand = job.demand.load(std::memory_order_relaxed);
     for (PieceRead& piece : job.pieces) {
         begin_attempt(job, piece);
         for (Read& read : piece.reads) by_drive[piece.root].push_back(&read);
     }
     for (size_t i = 0; i < drives_.size(); ++i) {
-        if (!by_drive[i].empty()) drives_[i]->push(by_drive[i], demand, false);
+        // Never called off: its owner is here.
+        if (!by_drive[i].empty()) drives_[i]->push(by_drive[i], job, false);
     }
 }
 
 void Reader::promote(Job& job) {
     job.demand.store(true, std::memory_order_relaxed);
-    for (const auto& drive : drives_) drive->promote(&job);
+    for (PieceRead& piece : job.pieces) drives_[piece.root]->promote(piece.reads);
 }
 
-bool Reader::try_cancel(Job& job) {
+bool Reader::call_off(Job& job) {
+    if (job.called_off.exchange(true, std::memory_order_relaxed)) return false;  // and something was in progress
+    std::vector<Read*> taken;
+    for (PieceRead& piece : job.pieces) drives_[piece.root]->take_back(piece.reads, taken);
+    call_off_steps_.fetch_add(job.reads, std::memory_order_relaxed);
+    // With all of them back nobody else knows of the job any more: a piece that waits for its second try has its reads
+    // in the queue, and whoever put them there has not touched the job since.
+    if (taken.size() == job.reads) return true;
+    for (Read* read : taken) read_done(*read, kCalledOff);
+    return false;
+}
+
+bool Reader::call_off_if_not_begun(Job& job) {
     std::vector<std::unique_lock<std::mutex>> locks;
-    uint64_t queued = 0;
-    for (const auto& drive : drives_) {
-        locks.emplace_back(drive->mutex());
-        queued += drive->queued_of(&job);
-    }
-    if (queued != job.reads) return false;
-    for (const PieceRead& piece : job.pieces) {
+    for (const auto& drive : drives_) locks.emplace_back(drive->mutex());
+    call_off_steps_.fetch_add(job.reads, std::memory_order_relaxed);
+    const auto is_queued = [&](PieceRead& piece) {
         if (piece.attempt != 1) return false;  // it waits for its second try: let it have that
+        return std::all_of(piece.reads.begin(), piece.reads.end(), [&](Read& r) { return drives_[piece.root]->is_queued(r); });
+    };
+    if (!std::all_of(job.pieces.begin(), job.pieces.end(), is_queued)) return false;
+    for (PieceRead& piece : job.pieces) {
+        for (Read& read : piece.reads) read.queue->remove(read);
     }
-    for (const auto& drive : drives_) drive->drop(&job);
     return true;
 }
 
@@ -91,7 +103,7 @@ void Reader::begin_attempt(Job& job, PieceRead& piece) const {
 void Reader::read_done(Read& read, int error) {
     Job& job = *read.job;
     PieceRead& piece = piece_of(read);
-    if (error != 0) drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
+    if (error > 0) drives_[piece.root]->counters.errors.fetch_add(1, std::memory_order_relaxed);
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (error != 0 && piece.error == 0) {
@@ -107,7 +119,7 @@ void Reader::read_done(Read& read, int error) {
         }
         if (piece.reads_left > 0 || piece.checking) return;  // what comes last ends the attempt
     }
-    piece.outcome = piece.error == 0 ? Status::ok : Status::io_error;
+    piece.outcome = outcome_of(piece);
     attempt_over(job, piece);
 }
 
@@ -134,14 +146,16 @@ void Reader::serve_checks() {
         piece->checking = false;
         if (piece->reads_left > 0) continue;
         lock.unlock();
-        if (piece->error == 0) {
-            compare(*piece);
-        } else {
-            piece->outcome = Status::io_error;
-        }
+        piece->outcome = outcome_of(*piece);
+        if (piece->outcome == Status::ok) compare(*piece);
         attempt_over(*job, *piece);
         lock.lock();
     }
+}
+
+// Of an attempt whose digest is not compared, or not yet.
+Status Reader::outcome_of(const PieceRead& piece) {
+    return piece.error == 0 ? Status::ok : piece.error == kCalledOff ? Status::cancelled : Status::io_error;
 }
 
 void Reader::hash(PieceRead& piece, uint64_t arrived_bytes) {
@@ -163,7 +177,7 @@ void Reader::compare(PieceRead& piece) {
 }
 
 void Reader::attempt_over(Job& job, PieceRead& piece) {
-    if (piece.outcome == Status::ok || piece.attempt == kAttempts) {
+    if (piece.outcome == Status::ok || piece.attempt == kAttempts || job.called_off.load(std::memory_order_relaxed)) {
         done_(job, piece);
         return;
     }
@@ -174,7 +188,7 @@ void Reader::attempt_over(Job& job, PieceRead& piece) {
     drive.counters.re_reads.fetch_add(1, std::memory_order_relaxed);
     std::vector<Read*> again;
     for (Read& read : piece.reads) again.push_back(&read);
-    drive.push(again, job.demand.load(std::memory_order_relaxed), true);
+    if (!drive.push(again, job, true)) done_(job, piece);  // called off in this very moment
 }
 
 void Reader::stop() {

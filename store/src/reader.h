@@ -5,7 +5,7 @@
 // as they arrive: a chunk that overtakes another waits for it in its place. One checker at a time has a piece.
 //
 // A job belongs to its owner, who may not touch it between start() and the last `piece done`, except through promote()
-// and try_cancel(). Thread-safe.
+// and call_off(). Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -26,6 +26,9 @@ namespace k3::store {
 
 // Reads of one piece before it is given up. Links and caches fail once; a bad drive fails again.
 constexpr int kAttempts = 2;
+
+// In place of an errno: a read that was called off before it began.
+constexpr int kCalledOff = -1;
 
 // One piece on its way. What says so belongs to the reader, under its mutex, until the piece is done.
 struct PieceRead {
@@ -50,13 +53,14 @@ struct PieceRead {
 
     int error = 0;                // errno of the first read that failed
     uint64_t error_offset = 0;    // of that read, or of the piece when its digest is wrong
-    Status outcome = Status::ok;  // ok, io_error or damaged; valid when the piece is done
+    Status outcome = Status::ok;  // ok, io_error, damaged or cancelled; valid when the piece is done
 };
 
 struct Job {
     std::deque<PieceRead> pieces;  // never moved
     uint64_t reads = 0;
     std::atomic<bool> demand{true};
+    std::atomic<bool> called_off{false};
     bool check = true;
 };
 
@@ -83,12 +87,16 @@ public:
     void prepare(Job& job, const ExpertPlan& plan, const Files& files) const;
     void start(Job& job);
     void promote(Job& job);
-    // True when nothing of the job had begun: then it never will, and no piece is ever done.
-    bool try_cancel(Job& job);
+    // Nothing of the job begins from here on. True when nothing was in progress: then no piece is ever done. Otherwise
+    // each piece is done when what is in progress of it has ended, as cancelled if that is not all of the piece.
+    bool call_off(Job& job);
+    // True when nothing of the job had begun: then no piece is ever done. Otherwise it goes on as if not asked.
+    bool call_off_if_not_begun(Job& job);
     // Ends after what is in progress; jobs that are not complete stay incomplete. Joins all threads.
     void stop();
 
     const std::vector<std::unique_ptr<Drive>>& drives() const { return drives_; }
+    uint64_t call_off_steps() const { return call_off_steps_.load(std::memory_order_relaxed); }  // reads looked at
     uint64_t checked_bytes() const { return checked_bytes_.load(std::memory_order_relaxed); }
     uint64_t check_ns() const { return check_ns_.load(std::memory_order_relaxed); }
 
@@ -99,6 +107,7 @@ private:
     bool has_more_to_hash(const PieceRead& piece) const { return piece.error == 0 && piece.in_order > piece.hashed; }
     void hash(PieceRead& piece, uint64_t arrived_bytes);
     void compare(PieceRead& piece);
+    static Status outcome_of(const PieceRead& piece);
     void attempt_over(Job& job, PieceRead& piece);
     void serve_checks();
     static PieceRead& piece_of(Read& read) { return read.job->pieces[read.chunk.piece]; }
@@ -112,7 +121,7 @@ private:
     std::deque<std::pair<Job*, PieceRead*>> unchecked_;  // pieces with something to hash, and no checker
     bool stopping_ = false;
     std::vector<std::thread> checkers_;
-    std::atomic<uint64_t> checked_bytes_{0}, check_ns_{0};
+    std::atomic<uint64_t> checked_bytes_{0}, check_ns_{0}, call_off_steps_{0};
 };
 
 }  // namespace k3::store

@@ -189,7 +189,7 @@ void Server::lease(Client& client, const Request& request, Op op) {
     }
     if (op == Op::lease) ++misses_;
     // Not begun before the rest of the batch is seen: a miss must not evict an expert of its own set that is here.
-    pending_.push_back({key, {waiter}});
+    await_slot(key, {waiter});
 }
 
 void Server::release(Client& client, const Request& request) {
@@ -240,17 +240,18 @@ void Server::cancel(Client& client, uint64_t tag) {
     }
     client.prefetches = std::move(kept);
     std::vector<Key> begun;
-    for (const auto& [key, flight] : flights_) {
-        const bool only_this = std::all_of(flight->waiters.begin(), flight->waiters.end(), [&](const Waiter& waiter) {
+    for (const Key& key : client.filling) {
+        const std::vector<Waiter>& waiters = flights_.at(key)->waiters;
+        const bool only_this = std::all_of(waiters.begin(), waiters.end(), [&](const Waiter& waiter) {
             return waiter.client == client.id && waiter.tag == tag && waiter.op == Op::prefetch;
         });
-        if (flight->kind == Kind::prefetch && !flight->waiters.empty() && only_this) begun.push_back(key);
+        if (!waiters.empty() && only_this) begun.push_back(key);
     }
     for (const Key& key : begun) {
         Flight& flight = *flights_.at(key);
-        if (!reader_->try_cancel(flight)) continue;
+        if (!reader_->call_off_if_not_begun(flight)) continue;
         const std::vector<Waiter> waiters = std::move(flight.waiters);
-        call_off(key);
+        free_called_off(key);
         answer_all(waiters, key, Status::cancelled);
     }
 }
@@ -269,7 +270,7 @@ void Server::unpin(Client& client, Key key) {
     --pinned_;
 }
 
-// Answers a client's pins of an expert that is still being read; the read goes on. False when there are none.
+// Answers a client's pins of an expert that is still being read. False when there are none.
 bool Server::call_off_pins(Client& client, Key key) {
     const auto flight = flights_.find(key);
     Pending* const pending = flight == flights_.end() ? pending_for(key) : nullptr;
@@ -281,6 +282,13 @@ bool Server::call_off_pins(Client& client, Key key) {
     const std::vector<Waiter> answered(called_off, waiters.end());
     waiters.erase(called_off, waiters.end());
     answer_all(answered, key, Status::cancelled);
+    if (!answered.empty() && waiters.empty()) {
+        if (pending != nullptr) {
+            forget_pending(key);
+        } else {
+            nobody_waits_for(key, true);
+        }
+    }
     return !answered.empty();
 }
 

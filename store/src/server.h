@@ -5,19 +5,24 @@
 // have read; reads and digests run in the reader's threads, which only leave a note (`done_`) and never take the lock.
 // Control calls may come from any thread at any time and take the lock for a moment.
 //
-// No deadlock: `max_clients` * `quota` slots are promised, a quarter of the rest may be filled by prefetches, the
-// remainder may be pinned (clients that prefetch share their quarter evenly). These sum to the number of slots, and a client never holds or awaits more leases than its
-// quota, so a demand read that finds no slot only ever waits for reads whose client is gone, and those end by themselves.
+// No deadlock: `max_clients` * `quota` slots are promised, a quarter of the rest may be filled by prefetches (clients that
+// prefetch share it evenly), the remainder may be pinned, by clients and by the policy together. These sum to the number
+// of slots, and a client never holds or awaits more leases than its quota, so a demand read that finds no slot only ever
+// waits for reads that nobody wants any more, and those end by themselves.
+//
+// A read that nobody waits for any more is called off at once: what is queued of it never begins. What is in progress
+// owns its slot until it ends, so there are at most as many such slots as reads in progress (`depth` per drive) and
+// pieces being digested; those that were for a pin count as pins until then.
 //
 // What a client can write (its ring, its doorbells) is bounded in ring.h, server.cpp and at add_client(); a client that
 // breaks the rules is cut off and told of by violations().
 //
-// Sanitizers: build with -DK3_SANITIZE=ON or =thread as in kernels/src/variant.h and run the tests/store/test_native_*
-// there, with libasan.so and libubsan.so (or libtsan.so) preloaded.
+// Sanitizers: `scripts/sanitize store address` and `scripts/sanitize store thread`.
 #pragma once
 
 #include <condition_variable>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -53,7 +58,7 @@ struct ServerOptions {
 };
 
 struct ClientStats {
-    uint32_t id;
+    ClientId id;
     std::string name;
     uint64_t leases, waiting, leased_bytes, prefetching, pinned;
     uint64_t granted, errors, refused, stale_releases, requests;
@@ -61,7 +66,7 @@ struct ClientStats {
 };
 
 struct DriveStats {
-    uint64_t reads, read_bytes, read_ns, busy_ns, queued, in_flight, errors, damaged, re_reads;
+    uint64_t reads, read_bytes, read_ns, busy_ns, queued, in_flight, oldest_read_ns, errors, damaged, re_reads;
     bool direct;
     std::vector<uint64_t> read_classes;
 };
@@ -69,7 +74,8 @@ struct DriveStats {
 struct ServerStats {
     uint64_t hits, misses, joined, prefetch_hits, prefetch_wasted, prefetched, evictions, stale_releases, refused, failed;
     uint64_t checked_bytes, check_ns, faults;
-    uint64_t warming, pinned, pin_slots, prefetch_slots, flights, waiting_for_slot;
+    uint64_t warming, pinned, pin_slots, prefetch_slots, unused_prefetches, flights, unwanted_flights, waiting_for_slot;
+    uint64_t call_off_steps;
     SlotCounts slots;
     uint64_t open_files;
     std::vector<DriveStats> drives;
@@ -78,7 +84,7 @@ struct ServerStats {
 
 // What a new client is given; the descriptors are the caller's to pass on and close.
 struct NewClient {
-    uint32_t id;
+    ClientId id;
     Fd ring, request_doorbell, completion_doorbell;
 };
 
@@ -105,9 +111,9 @@ public:
 
     NewClient add_client(const std::string& name);
     // Frees everything the client had. Does nothing for a client that is not there.
-    void remove_client(uint32_t id);
+    void remove_client(ClientId id);
     // Clients that broke the protocol since the last call; they have been cut off and are to be removed.
-    std::vector<uint32_t> violations();
+    std::vector<ClientId> violations();
     ServerStats stats();
 
     // Reads experts at low priority into the cache / and keeps them there. Returns how many were queued, or pinned and
@@ -126,10 +132,10 @@ public:
     void close();
 
 private:
-    enum class Kind : uint8_t { demand, prefetch, warm };
+    enum class Kind : uint8_t { demand, pin, prefetch, warm };
 
     struct Waiter {
-        uint32_t client;
+        ClientId client;
         uint64_t tag;
         Op op;
         Source source;
@@ -140,14 +146,15 @@ private:
         Key key;
         uint32_t slot;
         Kind kind;
-        uint32_t prefetcher = 0;  // the client whose share of the prefetches it counts in, while it is one
+        ClientId prefetcher = 0;  // the client whose share of the prefetches it counts in, while it is one
         std::vector<Waiter> waiters;
+        bool counts_as_pin = false;  // it was for a pin that was called off
         uint64_t pieces_left;
         uint64_t payload_at;
         const PieceRead* failure = nullptr;
     };
 
-    // Demand that found no slot.
+    // What was asked for or pinned and has no slot yet.
     struct Pending {
         Key key;
         std::vector<Waiter> waiters;
@@ -159,7 +166,7 @@ private:
     };
 
     struct Client {
-        uint32_t id = 0;
+        ClientId id = 0;
         std::string name;
         SharedMemory memory;
         DaemonRing ring;
@@ -170,7 +177,7 @@ private:
         uint64_t leased = 0;       // sum of leases
         uint64_t waiting = 0;      // lease requests that were not answered yet
         uint64_t prefetching = 0;  // in `prefetches`, or being read
-        uint64_t filling = 0;      // prefetches of it that are being read
+        std::unordered_set<Key, KeyHash> filling;  // prefetches of it that are being read
         uint64_t owed = 0;         // completions that may still come: waiting, prefetching and pins under way
         bool has_ring = false;  // not the control side's
         bool dirty = false;     // has completions that were not published
@@ -202,23 +209,26 @@ private:
     void land_done();
     void land(Flight& flight);
     void fail(Flight& flight);
-    void call_off(Key key);
+    void nobody_waits_for(Key key, bool was_for_pin);
+    void free_called_off(Key key);
+    void await_slot(Key key, std::vector<Waiter> waiters);
     void join(Flight& flight, const Waiter& waiter);
     void retry_pending();
     void pump_prefetches();
     bool start_prefetch(Client& client);
     bool make_prefetch_room(const Client& client, const Prefetch& wanted, bool& own);
-    const uint32_t* prefetcher_to_displace(const Client& client) const;
-    bool displace(uint32_t prefetcher, const uint64_t* except_tag);
+    const ClientId* prefetcher_to_displace(const Client& client) const;
+    bool displace(ClientId prefetcher, const uint64_t* except_tag);
     void is_prefetch_no_more(const Flight& flight);
     Pending* pending_for(Key key);
+    void forget_pending(Key key);
 
     // Clients
     void let_go_of_everything(Client& client);
     void forget_waiters(Client& client);
     void drop_broken();
     void publish_all();
-    Client* find(uint32_t id);
+    Client* find(ClientId id);
     void settle(Client& client, const Waiter& waiter);
     bool is_idle() const;
 
@@ -236,14 +246,14 @@ private:
     std::condition_variable idle_;
     bool started_ = false, closing_ = false, stop_ = false, closed_ = false;
     std::unique_ptr<Slots> slots_;
-    std::map<uint32_t, std::unique_ptr<Client>> clients_;  // 0 is the control side
-    uint32_t next_client_ = 1;
-    uint32_t prefetch_turn_ = 0;
+    std::map<ClientId, std::unique_ptr<Client>> clients_;  // 0 is the control side
+    ClientId next_client_ = 1;
+    ClientId prefetch_turn_ = 0;
     std::unordered_map<Key, std::unique_ptr<Flight>, KeyHash> flights_;
-    std::deque<Pending> pending_;
-    std::deque<std::pair<uint32_t, uint32_t>> unused_order_;  // slot, generation; oldest prefetch first
+    std::list<Pending> pending_;
+    std::unordered_map<Key, std::list<Pending>::iterator, KeyHash> pending_at_;
     std::unordered_set<Key, KeyHash> verified_;
-    std::vector<uint32_t> violations_;
+    std::vector<ClientId> violations_;
     uint64_t filling_prefetches_ = 0, pinned_ = 0;
     uint64_t hits_ = 0, misses_ = 0, joined_ = 0, prefetch_hits_ = 0, prefetched_ = 0, stale_releases_ = 0, refused_ = 0,
              failed_ = 0;

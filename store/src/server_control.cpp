@@ -41,23 +41,29 @@ const ServerOptions& checked(const ServerOptions& o) {
 
 uint64_t unpromised(const ServerOptions& o) { return o.slots - uint64_t{o.max_clients} * o.quota; }
 
+// What clients may pin: the policy's own pins are of the same share.
+uint64_t slots_to_pin(const ServerOptions& o) {
+    const uint64_t share = unpromised(o) - unpromised(o) / 4;
+    if (o.pins.size() > share) {
+        throw std::invalid_argument(text(o.pins.size()) + " pins, but only " + text(share) +
+                                    " slots are neither promised to clients nor kept for prefetches");
+    }
+    return share - o.pins.size();
+}
+
 }  // namespace
 
 Server::Server(const ServerOptions& options, const ReserveProgress& on_reserved)
     : options_(checked(options)),
       process_(::getpid()),
       prefetch_slots_(unpromised(options) / 4),
-      pin_slots_(unpromised(options) - unpromised(options) / 4),
+      pin_slots_(slots_to_pin(options)),
       arena_(make_shared("k3-arena", options.slot_bytes * options.slots, true, on_reserved)),
       events_(make_event()),
       wake_(make_event()),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       files_(options.open_files) {
     if (!epoll_.valid()) refuse(errno, "cannot make an epoll descriptor");
-    if (options.pins.size() > pin_slots_) {
-        throw std::invalid_argument(text(options.pins.size()) + " pins, but only " + text(pin_slots_) +
-                                    " slots are neither promised to clients nor kept for prefetches");
-    }
     make_policy(options.policy, options.slots, {}, options.pins);  // refuse an unknown name now
     epoll_event event{};
     event.events = EPOLLIN;
@@ -143,7 +149,7 @@ NewClient Server::add_client(const std::string& name) {
     return made;
 }
 
-void Server::remove_client(uint32_t id) {
+void Server::remove_client(ClientId id) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = clients_.find(id);
     if (id == 0 || found == clients_.end()) return;
@@ -173,34 +179,39 @@ void Server::let_go_of_everything(Client& client) {
 }
 
 void Server::forget_waiters(Client& client) {
+    struct Forgotten {
+        bool any = false, pins = false;
+    };
     const auto forget = [&](std::vector<Waiter>& waiters) {
         const auto mine = std::stable_partition(waiters.begin(), waiters.end(),
                                                 [&](const Waiter& waiter) { return waiter.client != client.id; });
-        pinned_ -= std::count_if(mine, waiters.end(), [](const Waiter& waiter) { return waiter.op == Op::pin; });
-        const bool any = mine != waiters.end();
+        const auto pins = std::count_if(mine, waiters.end(), [](const Waiter& waiter) { return waiter.op == Op::pin; });
+        const Forgotten forgotten{mine != waiters.end(), pins > 0};
+        pinned_ -= static_cast<uint64_t>(pins);
         waiters.erase(mine, waiters.end());
-        return any && waiters.empty();
+        return forgotten;
     };
-    std::vector<Key> unwanted;
+    std::vector<std::pair<Key, bool>> unwanted;
     for (const auto& [key, flight] : flights_) {
-        if (forget(flight->waiters)) unwanted.push_back(key);
+        const Forgotten forgotten = forget(flight->waiters);
+        if (forgotten.any && flight->waiters.empty()) unwanted.emplace_back(key, forgotten.pins);
     }
-    // What has begun is read to its end and kept; the rest need not begin.
-    for (const Key& key : unwanted) {
-        if (reader_->try_cancel(*flights_.at(key))) call_off(key);
+    for (const auto& [key, was_for_pin] : unwanted) nobody_waits_for(key, was_for_pin);
+    for (auto item = pending_.begin(); item != pending_.end();) {
+        const Key key = (item++)->key;
+        Pending& pending = *pending_at_.at(key);
+        forget(pending.waiters);
+        if (pending.waiters.empty()) forget_pending(key);
     }
-    for (Pending& item : pending_) forget(item.waiters);
-    pending_.erase(std::remove_if(pending_.begin(), pending_.end(), [](const Pending& item) { return item.waiters.empty(); }),
-                   pending_.end());
 }
 
-std::vector<uint32_t> Server::violations() {
+std::vector<ClientId> Server::violations() {
     std::lock_guard<std::mutex> lock(mutex_);
     clear_event(events_.get());
     return std::exchange(violations_, {});
 }
 
-Server::Client* Server::find(uint32_t id) {
+Server::Client* Server::find(ClientId id) {
     const auto found = clients_.find(id);
     return found == clients_.end() || found->second->dropped ? nullptr : found->second.get();
 }
@@ -215,15 +226,18 @@ ServerStats Server::stats() {
     s.faults = faults_.fired();
     s.warming = clients_.at(0)->prefetching;
     s.pinned = pinned_, s.pin_slots = pin_slots_, s.prefetch_slots = prefetch_slots_;
+    s.unused_prefetches = slots_->unused();
     s.flights = flights_.size(), s.waiting_for_slot = pending_.size();
+    for (const auto& [key, flight] : flights_) s.unwanted_flights += flight->waiters.empty();
     s.slots = slots_->counts();
     s.open_files = files_.open_count();
     if (reader_) {
         s.checked_bytes = reader_->checked_bytes(), s.check_ns = reader_->check_ns();
+        s.call_off_steps = reader_->call_off_steps();
         for (const auto& drive : reader_->drives()) {
             const DriveCounters& c = drive->counters;
             s.drives.push_back({c.reads, c.read_bytes, c.read_ns, drive->busy_ns(), drive->queued(), drive->in_flight(),
-                                c.errors, c.damaged, c.re_reads, c.direct,
+                                drive->oldest_read_ns(), c.errors, c.damaged, c.re_reads, c.direct,
                                 {std::begin(c.read_classes), std::end(c.read_classes)}});
         }
     }
@@ -318,6 +332,7 @@ void Server::close() {
         closed_ = closing_ = stop_ = true;
     }
     ring_event(wake_.get());
+    faults_.clear();  // reads that a fault keeps waiting end now
     if (service_.joinable()) service_.join();
     if (reader_) reader_->stop();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -328,6 +343,7 @@ void Server::close() {
         (void)!::write(client->completion_doorbell.get(), &ring, 1);
     }
     flights_.clear();
+    pending_at_.clear();
     pending_.clear();
     clients_.erase(clients_.upper_bound(0), clients_.end());
     arena_.map.reset();

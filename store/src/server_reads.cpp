@@ -23,10 +23,10 @@ bool Server::take_off(Key key, Kind kind, std::vector<Waiter>& waiters) {
                    (options_.verify == Verify::first && verified_.count(key) == 0);
     reader_->prepare(flight, plan, files_);
     flight.pieces_left = flight.pieces.size();
-    if (kind != Kind::demand) {
+    if (kind == Kind::prefetch || kind == Kind::warm) {
         flight.prefetcher = flight.waiters.front().client;
         ++filling_prefetches_;
-        ++clients_.at(flight.prefetcher)->filling;
+        clients_.at(flight.prefetcher)->filling.insert(key);
     }
     flights_[key] = std::move(made);
     reader_->start(flight);
@@ -35,8 +35,9 @@ bool Server::take_off(Key key, Kind kind, std::vector<Waiter>& waiters) {
 
 void Server::join(Flight& flight, const Waiter& waiter) {
     flight.waiters.push_back(waiter);
-    if (flight.kind == Kind::demand) return;
-    if (flight.kind == Kind::prefetch && waiter.op == Op::lease) ++prefetch_hits_;
+    // A pin is in no hurry. It leaves a prefetch what it is: were the pin called off, nobody's share would have it.
+    if (flight.kind == Kind::demand || waiter.op == Op::pin) return;
+    if (flight.kind == Kind::prefetch) ++prefetch_hits_;
     is_prefetch_no_more(flight);
     flight.kind = Kind::demand;
     reader_->promote(flight);
@@ -44,10 +45,10 @@ void Server::join(Flight& flight, const Waiter& waiter) {
 
 // To be called while its kind still says so.
 void Server::is_prefetch_no_more(const Flight& flight) {
-    if (flight.kind == Kind::demand) return;
+    if (flight.kind != Kind::prefetch && flight.kind != Kind::warm) return;
     --filling_prefetches_;
     const auto owner = clients_.find(flight.prefetcher);
-    if (owner != clients_.end()) --owner->second->filling;
+    if (owner != clients_.end()) owner->second->filling.erase(flight.key);
 }
 
 void Server::land_done() {
@@ -61,8 +62,13 @@ void Server::land_done() {
         if (piece->outcome != Status::ok && flight.failure == nullptr) flight.failure = piece;
         if (--flight.pieces_left > 0) continue;
         is_prefetch_no_more(flight);
+        if (flight.counts_as_pin) --pinned_;
         if (flight.failure == nullptr) {
             land(flight);
+        } else if (flight.called_off.load(std::memory_order_relaxed)) {
+            slots_->failed(flight.slot);
+            // Who has asked for it since then gets it from a new read.
+            if (!flight.waiters.empty()) await_slot(flight.key, std::move(flight.waiters));
         } else {
             fail(flight);
         }
@@ -77,7 +83,6 @@ void Server::land(Flight& flight) {
         ++prefetched_;
         const bool known = !flight.waiters.empty();
         slots_->set_unused(flight.slot, flight.prefetcher, known ? flight.waiters[0].tag : 0);
-        unused_order_.emplace_back(flight.slot, (*slots_)[flight.slot].generation);
     }
     for (const Waiter& waiter : flight.waiters) {
         Client* client = find(waiter.client);
@@ -109,19 +114,37 @@ void Server::fail(Flight& flight) {
     }
 }
 
-// A flight that has not begun and never will: its slot is free again.
-void Server::call_off(Key key) {
+// The last one who waited for a flight has gone: no more of it is read than what is in progress, and if that is all of
+// the rest, it is kept. A pin's flight counts as pinned until it ends: pinning and unpinning in a loop gains no slot.
+void Server::nobody_waits_for(Key key, bool was_for_pin) {
+    Flight& flight = *flights_.at(key);
+    if (reader_->call_off(flight)) {
+        free_called_off(key);
+    } else if (was_for_pin && !flight.counts_as_pin) {
+        flight.counts_as_pin = true;
+        ++pinned_;
+    }
+}
+
+// A flight of which nothing is in progress and nothing will be: its slot is free again.
+void Server::free_called_off(Key key) {
     Flight& flight = *flights_.at(key);
     is_prefetch_no_more(flight);
     slots_->failed(flight.slot);
     flights_.erase(key);
 }
 
+void Server::await_slot(Key key, std::vector<Waiter> waiters) {
+    pending_at_[key] = pending_.insert(pending_.end(), {key, std::move(waiters)});
+}
+
 void Server::retry_pending() {
     while (!pending_.empty()) {
         Pending& first = pending_.front();
-        if (!take_off(first.key, Kind::demand, first.waiters)) break;
-        pending_.pop_front();
+        const bool is_leased = std::any_of(first.waiters.begin(), first.waiters.end(),
+                                           [](const Waiter& waiter) { return waiter.op == Op::lease; });
+        if (!take_off(first.key, is_leased ? Kind::demand : Kind::pin, first.waiters)) break;
+        forget_pending(first.key);
     }
     if (pending_.empty() || !flights_.empty()) return;
     // Nothing is under way that could free a slot: whoever holds them all must answer for it.
@@ -129,6 +152,7 @@ void Server::retry_pending() {
         refused_ += item.waiters.size();
         answer_all(item.waiters, item.key, Status::busy);
     }
+    pending_at_.clear();
     pending_.clear();
 }
 
@@ -180,7 +204,7 @@ bool Server::start_prefetch(Client& client) {
 // Prefetched experts that were never used give way to new ones, except those of the same prefetch (`own`).
 bool Server::make_prefetch_room(const Client& client, const Prefetch& wanted, bool& own) {
     while (filling_prefetches_ + slots_->unused() >= prefetch_slots_) {
-        const uint32_t* const prefetcher = prefetcher_to_displace(client);
+        const ClientId* const prefetcher = prefetcher_to_displace(client);
         if (prefetcher == nullptr) return false;
         const bool is_own = *prefetcher == client.id;
         if (!displace(*prefetcher, is_own ? &wanted.tag : nullptr)) {
@@ -194,50 +218,45 @@ bool Server::make_prefetch_room(const Client& client, const Prefetch& wanted, bo
 // Whose unused prefetch makes room for one of `client`; nullptr when there is nobody's to take now. First those that
 // nobody can use any more; then those of the client that has most, as long as it then still has no less than `client`, so
 // that shares even out and stay even; else its own. Whoever has none at all may take one from anybody.
-const uint32_t* Server::prefetcher_to_displace(const Client& client) const {
-    const uint32_t* richest = nullptr;
+const ClientId* Server::prefetcher_to_displace(const Client& client) const {
+    const ClientId* richest = nullptr;
     uint64_t most = 0;
     for (const auto& [id, unused] : slots_->unused_by()) {
         const auto found = clients_.find(id);
         if (id == 0 || found == clients_.end()) return &id;
-        const uint64_t has = unused + found->second->filling;
+        const uint64_t has = unused.size() + found->second->filling.size();
         if (id != client.id && has > most) richest = &id, most = has;
     }
     const auto own = slots_->unused_by().find(client.id);
-    const uint64_t has = client.filling + (own == slots_->unused_by().end() ? 0 : own->second);
+    const uint64_t has = client.filling.size() + (own == slots_->unused_by().end() ? 0 : own->second.size());
     if (richest != nullptr && (has + 1 < most || has == 0)) return richest;
     return own == slots_->unused_by().end() ? nullptr : &own->first;
 }
 
 // Throws out the oldest unused prefetch of a client that is not of `except_tag`. False when it has none.
-bool Server::displace(uint32_t prefetcher, const uint64_t* except_tag) {
-    for (auto at = unused_order_.begin(); at != unused_order_.end();) {
-        const auto [index, generation] = *at;
+bool Server::displace(ClientId prefetcher, const uint64_t* except_tag) {
+    for (const uint32_t index : slots_->unused_by().at(prefetcher)) {
         const Slot& slot = (*slots_)[index];
-        if (!slot.unused || slot.generation != generation) {
-            at = unused_order_.erase(at);
-            continue;
-        }
-        if (slot.prefetch_client != prefetcher || (except_tag != nullptr && slot.prefetch_tag == *except_tag)) {
-            ++at;
-            continue;
-        }
+        if (except_tag != nullptr && slot.prefetch_tag == *except_tag) continue;
         if (slot.holds > 0) {
             slots_->set_used(index);  // pinned: it counts with the pins now
         } else {
             slots_->drop(index);
         }
-        unused_order_.erase(at);
         return true;
     }
     return false;
 }
 
 Server::Pending* Server::pending_for(Key key) {
-    for (Pending& item : pending_) {
-        if (item.key == key) return &item;
-    }
-    return nullptr;
+    const auto found = pending_at_.find(key);
+    return found == pending_at_.end() ? nullptr : &*found->second;
+}
+
+void Server::forget_pending(Key key) {
+    const auto found = pending_at_.find(key);
+    pending_.erase(found->second);
+    pending_at_.erase(found);
 }
 
 }  // namespace k3::store

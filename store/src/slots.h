@@ -9,6 +9,7 @@
 // Not thread-safe (the server's lock).
 #pragma once
 
+#include <list>
 #include <map>
 #include <memory>
 #include <vector>
@@ -28,8 +29,9 @@ struct Slot {
     uint64_t payload_at = 0;  // in the slot
     // A prefetched expert that nobody has leased yet, and who asked for it.
     bool unused = false;
-    uint32_t prefetch_client = 0;
+    ClientId prefetch_client = 0;
     uint64_t prefetch_tag = 0;
+    std::list<uint32_t>::iterator unused_at;  // among those of its client
 };
 
 constexpr uint32_t kNoSlot = UINT32_MAX;
@@ -98,18 +100,22 @@ public:
     }
 
     // Marks a prefetched expert as not used yet, or as used.
-    void set_unused(uint32_t index, uint32_t client, uint64_t tag) {
-        slots_[index].unused = true;
-        slots_[index].prefetch_client = client;
-        slots_[index].prefetch_tag = tag;
+    void set_unused(uint32_t index, ClientId client, uint64_t tag) {
+        Slot& slot = slots_[index];
+        slot.unused = true;
+        slot.prefetch_client = client;
+        slot.prefetch_tag = tag;
         ++unused_;
-        ++unused_by_[client];
+        std::list<uint32_t>& of_client = unused_by_[client];
+        slot.unused_at = of_client.insert(of_client.end(), index);
     }
     void set_used(uint32_t index) {
-        slots_[index].unused = false;
+        Slot& slot = slots_[index];
+        slot.unused = false;
         --unused_;
-        const auto owner = unused_by_.find(slots_[index].prefetch_client);
-        if (--owner->second == 0) unused_by_.erase(owner);
+        const auto owner = unused_by_.find(slot.prefetch_client);
+        owner->second.erase(slot.unused_at);
+        if (owner->second.empty()) unused_by_.erase(owner);
     }
 
     // Throws out an expert that nobody holds.
@@ -131,8 +137,8 @@ public:
 
     uint64_t evictions() const { return evictions_; }
     uint64_t unused() const { return unused_; }
-    // Of these, by the client that asked for them; only clients that have some.
-    const std::map<uint32_t, uint64_t>& unused_by() const { return unused_by_; }
+    // The slots of these by the client that asked for them, oldest first; only clients that have some.
+    const std::map<ClientId, std::list<uint32_t>>& unused_by() const { return unused_by_; }
     uint64_t wasted() const { return wasted_; }  // prefetched and gone without ever being used
 
 private:
@@ -153,7 +159,7 @@ private:
     std::unordered_map<Key, uint32_t, KeyHash> where_;
     std::vector<Key> evicted_;
     uint64_t evictions_ = 0, unused_ = 0, wasted_ = 0;
-    std::map<uint32_t, uint64_t> unused_by_;
+    std::map<ClientId, std::list<uint32_t>> unused_by_;
 };
 
 }  // namespace k3::store
