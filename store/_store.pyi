@@ -26,6 +26,12 @@ def layout() -> dict[str, Any]: ...
 def reserve(fd: int, size_bytes: int, name: str, on_reserved: Callable[[int], None] | None) -> int:
     """Make all pages of a memfd present; how many bytes are in huge pages. OSError when memory is refused."""
 
+def make_memfd(name: str) -> int:
+    """An empty memfd that can be sealed, and not executed where the kernel knows that. OSError."""
+
+def touches_guarded(fd: int, size_bytes: int) -> bool:
+    """For tests: write to every page of a memory as the daemon does to a ring; whether one was not to be had."""
+
 class SharedMapping(Buffer):
     """A mapping of a memfd as a buffer. OSError when it cannot be mapped."""
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from k3.container.direct import drive_error, memory_error
 from k3.container.errno_advice import Operation
+from k3.store import _store
 from k3.store._store import (
     ClientRing,
     Completion,
@@ -159,7 +160,7 @@ class NativeServer:
 
     @property
     def arena_fd(self) -> int:
-        """The arena's memfd, sealed: it can be mapped read-only and in no other way. Valid until `close`."""
+        """The arena's memfd, sealed: no shared mapping of it can be written. Valid until `close`."""
         return self._server.arena_fd
 
     @property
@@ -334,7 +335,7 @@ def make_memfd(name: str, size_bytes: int, on_reserved: Callable[[int], None] | 
     memory cannot be had.
     """
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _store.make_memfd(name)
     except OSError as error:
         raise memory_error("no memory can be shared", error) from error
     try:

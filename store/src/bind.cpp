@@ -8,6 +8,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -198,6 +199,16 @@ void bind_memory(nb::module_& m) {
                  new (self) PyMapping{Mapping(fd, bytes, writable, "shared memory"), writable};
              },
              arg("fd"), arg("size_bytes"), arg("writable"));
+    m.def("make_memfd", [](const std::string& name) { return make_memfd(name).release(); }, arg("name"));
+    m.def(
+        "touches_guarded",
+        [](int fd, uint64_t bytes) {
+            const Mapping map(fd, bytes, true, "memory to be touched");
+            const BusGuard guard(map.data(), bytes);
+            for (uint64_t at = 0; at < bytes; at += kPage) *static_cast<volatile uint8_t*>(map.data() + at) = 1;
+            return guard.tripped();
+        },
+        arg("fd"), arg("size_bytes"));
     m.def(
         "reserve",
         [](int fd, uint64_t bytes, const std::string& name, nb::object on_reserved) {
@@ -299,14 +310,22 @@ uint64_t bytes_of(const Grants& grants) {
     return sum;
 }
 
+// ValueError for what is no time. What is longer than a century is as long as for ever, infinity too.
+int64_t nanoseconds_of(double seconds) {
+    if (std::isnan(seconds)) throw nb::value_error("a time in seconds, not NaN");
+    constexpr double kMost = 4e9;
+    return static_cast<int64_t>(std::min(std::max(seconds, 0.0), kMost) * 1e9);
+}
+
 std::string ring_wait(const PyRing& py, std::optional<double> timeout_s, int other_fd) {
     static const char* const words[] = {"completions", "closed", "other", "timeout", ""};
     py.open();
     const std::shared_ptr<ClientRing> ring = py.ring;  // stays mapped also when another thread closes it now
     const uint64_t began_ns = now_ns();
+    const int64_t timeout_ns = timeout_s ? nanoseconds_of(*timeout_s) : 0;
     while (true) {
         int64_t left_ns = -1;
-        if (timeout_s) left_ns = std::max<int64_t>(0, static_cast<int64_t>(*timeout_s * 1e9) - static_cast<int64_t>(now_ns() - began_ns));
+        if (timeout_s) left_ns = std::max<int64_t>(0, timeout_ns - static_cast<int64_t>(now_ns() - began_ns));
         const ClientRing::Woken woken = unlocked([&] { return ring->wait(left_ns, other_fd); });
         if (woken != ClientRing::Woken::interrupted) return words[static_cast<int>(woken)];
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -341,8 +360,12 @@ void bind_server(nb::module_& m) {
         .def("resume_stalls", &Server::resume_stalls)
         .def("throttle", &Server::throttle, arg("root"), arg("bytes_per_s"))
         .def(
-            "drain", [](Server& server, double timeout_s) { return server.drain(static_cast<uint64_t>(timeout_s * 1e9)); },
-            arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
+            "drain",
+            [](Server& server, double timeout_s) {
+                const uint64_t timeout_ns = static_cast<uint64_t>(nanoseconds_of(timeout_s));
+                return unlocked([&] { return server.drain(timeout_ns); });
+            },
+            arg("timeout_s"))
         .def("close", &Server::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

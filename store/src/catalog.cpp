@@ -38,7 +38,8 @@ void read_bounced(ExpertPlan& plan, uint32_t piece, const Record& record, uint8_
 }  // namespace
 
 void Catalog::set_layer(uint32_t number, uint64_t payload_bytes, std::vector<uint32_t> pieces,
-                        std::vector<Record> records, uint32_t files, uint64_t slot_bytes) {
+                        std::vector<Record> records, const std::vector<uint64_t>& file_bytes,
+                        uint64_t slot_bytes) {
     Layer layer{payload_bytes, {0}, std::move(records)};
     for (const uint32_t count : pieces) {
         const uint64_t end = uint64_t{layer.first.back()} + count;
@@ -55,10 +56,19 @@ void Catalog::set_layer(uint32_t number, uint64_t payload_bytes, std::vector<uin
         for (uint32_t i = layer.first[expert]; i < layer.first[expert + 1]; ++i) {
             const Record& record = layer.records[i];
             const bool last = i + 1 == layer.first[expert + 1];
-            const uint64_t most = uint64_t{1} << 62;
-            if (record.file >= files) throw std::invalid_argument(who + ": no such file");
-            if (record.offset > most || record.stored_bytes > most || record.stored_bytes == 0 ||
-                record.payload_bytes > record.stored_bytes ||
+            if (record.file >= file_bytes.size()) throw std::invalid_argument(who + ": no such file");
+            // Before anything is added up or planned with these: they may be any number.
+            const uint64_t bytes = file_bytes[record.file];
+            if (record.offset > bytes || record.stored_bytes > bytes - record.offset) {
+                throw std::invalid_argument(who + ": " + std::to_string(record.stored_bytes) + " bytes at " +
+                                            std::to_string(record.offset) + " do not lie in a file of " +
+                                            std::to_string(bytes) + " bytes");
+            }
+            if (record.stored_bytes > slot_bytes) {
+                throw std::invalid_argument(who + " needs a slot of at least " + std::to_string(record.stored_bytes) +
+                                            " bytes, they have " + std::to_string(slot_bytes));
+            }
+            if (record.stored_bytes == 0 || record.payload_bytes > record.stored_bytes ||
                 (!last && record.payload_bytes != record.stored_bytes)) {
                 throw std::invalid_argument(who + ": a record's sizes make no sense");
             }

@@ -60,7 +60,7 @@ public:
     // `pieces` holds the number of records of each expert, in ascending id; `records` all of them in order.
     // std::invalid_argument when they do not fit together, the files or the slot.
     void set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces, std::vector<Record> records,
-                   uint32_t files, uint64_t slot_bytes);
+                   const std::vector<uint64_t>& file_bytes, uint64_t slot_bytes);
 
     bool contains(Key key) const;
     uint64_t payload_bytes(uint32_t layer) const { return layers_.at(layer).payload_bytes; }

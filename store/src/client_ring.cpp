@@ -26,7 +26,8 @@ void relax() {
 }  // namespace
 
 ClientRing::ClientRing(int ring_fd, int arena_fd, uint64_t arena_bytes, int request_doorbell, int completion_doorbell)
-    : request_doorbell_(duplicate(request_doorbell)),
+    : process_(::getpid()),
+      request_doorbell_(duplicate(request_doorbell)),
       completion_doorbell_(duplicate(completion_doorbell)) {
     struct stat about;
     if (::fstat(ring_fd, &about) != 0) refuse(errno, "cannot look at the ring");
@@ -47,6 +48,21 @@ ClientRing::ClientRing(int ring_fd, int arena_fd, uint64_t arena_bytes, int requ
     }
     arena_ = Mapping(arena_fd, arena_bytes, false, "the arena");
     side_ = ClientSide(RingView::at(ring_.data(), entries_));
+    ring_.keep_from_children();
+}
+
+ClientRing::~ClientRing() {
+    if (::getpid() != process_) ring_.forget();
+}
+
+void ClientRing::check_process() const {
+    if (::getpid() == process_) return;
+    throw std::invalid_argument("the ring belongs to process " + std::to_string(process_) + ", which opened it");
+}
+
+bool ClientRing::closed() const {
+    check_process();
+    return side_.closed();
 }
 
 uint32_t ClientRing::submit(uint64_t tag, Op op, uint32_t layer, const uint32_t* experts, uint32_t count) {
@@ -65,6 +81,7 @@ uint32_t ClientRing::release(const uint32_t* slots, const uint32_t* generations,
 
 uint32_t ClientRing::submit_all(const Request& like, const uint32_t* experts, const uint32_t* generations,
                                 uint32_t count) {
+    check_process();
     std::lock_guard<std::mutex> lock(submit_mutex_);
     const uint32_t written = std::min(count, side_.room());
     Request request = like;
@@ -78,6 +95,7 @@ uint32_t ClientRing::submit_all(const Request& like, const uint32_t* experts, co
 }
 
 uint32_t ClientRing::poll(Completion* into, uint32_t most) {
+    check_process();
     std::lock_guard<std::mutex> lock(take_mutex_);
     const uint32_t count = std::min(most, side_.pending());
     for (uint32_t i = 0; i < count; ++i) into[i] = side_.take();
@@ -86,6 +104,7 @@ uint32_t ClientRing::poll(Completion* into, uint32_t most) {
 }
 
 ClientRing::Woken ClientRing::wait(int64_t timeout_ns, int other_fd) {
+    check_process();
     const uint64_t began_ns = now_ns();
     const Woken woken = spin(began_ns, timeout_ns) ? Woken::completions : sleep(began_ns, timeout_ns, other_fd);
     answers_are_quick_ = woken == Woken::completions && now_ns() - began_ns < kQuickNs;

@@ -146,6 +146,11 @@ bool Progress::advance(int64_t result) {
     }
     if (error_ != 0) return false;
     if (done_ < chunk.need) return true;
+    // After the bytes are there: what changes from now on does not change them.
+    if (read_.version != 0 && (read_.version != file_->version || !file_->is_unchanged())) {
+        error_ = kFileChanged;
+        return false;
+    }
     if (chunk.into == nullptr) std::memcpy(chunk.copy_to, into_ + chunk.skip, chunk.copy_bytes);
     return false;
 }

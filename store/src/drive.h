@@ -21,7 +21,11 @@
 
 namespace k3::store {
 
-// Called once for each read by the thread that did it; `error` is an errno or 0.
+// In place of an errno: a read that was called off before it began; one whose file is not the one that was checked.
+constexpr int kCalledOff = -1;
+constexpr int kFileChanged = -2;
+
+// Called once for each read by the thread that did it; `error` is an errno, one of the above or 0.
 using ReadDone = std::function<void(Read&, int error)>;
 
 // Upper bounds of the classes that reads are counted in by how long they took; one more class is for the rest. From

@@ -73,6 +73,20 @@ public:
         }
     }
 
+    int fd() const { return fd_.get(); }
+
+    // What was queued and the kernel has not taken: it never will. Returns the operations' user data.
+    std::vector<uint64_t> take_back() {
+        std::vector<uint64_t> data;
+        const unsigned tail = *sq_tail_ - unsubmitted_;
+        for (unsigned i = 0; i < unsubmitted_; ++i) {
+            data.push_back(static_cast<io_uring_sqe*>(sqe_)[(tail + i) & sq_mask_].user_data);
+        }
+        __atomic_store_n(sq_tail_, tail, __ATOMIC_RELEASE);
+        unsubmitted_ = 0;
+        return data;
+    }
+
     bool take(io_uring_cqe& entry) {
         const unsigned head = *cq_head_;
         if (head == __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE)) return false;
@@ -181,8 +195,11 @@ private:
                 std::lock_guard<std::mutex> lock(mutex_);
                 if (stopping_) return;
             }
-            const int error = ring_.submit_and_wait();
-            if (error != 0) std::abort();  // EBADF, EFAULT, EINVAL: a mistake in this file, memory is not safe any more
+            if (refused_ != 0) {
+                wait_without_ring();
+            } else if (const int error = ring_.submit_and_wait(); error != 0) {
+                go_on_without_ring(error);
+            }
             io_uring_cqe entry;
             while (ring_.take(entry)) {
                 if (entry.user_data == kDoorbell) {
@@ -195,7 +212,23 @@ private:
         }
     }
 
+    // The kernel takes no more operations: from here on reads fail with its errno, and the other drives go on. What it
+    // has taken may still be written into memory, so those reads keep their places until their results are there.
+    void go_on_without_ring(int error) {
+        refused_ = error;
+        for (const uint64_t data : ring_.take_back()) {
+            if (data != kDoorbell) finish(static_cast<uint32_t>(data), error);
+        }
+    }
+
+    void wait_without_ring() {
+        pollfd ears[2] = {{event_.get(), POLLIN, 0}, {ring_.fd(), POLLIN, 0}};
+        (void)::poll(ears, 2, 1000);  // results are also looked for when nothing says that there are any
+        clear_event(event_.get());
+    }
+
     void listen() {
+        if (refused_ != 0) return;
         io_uring_sqe entry{};
         entry.opcode = IORING_OP_POLL_ADD;
         entry.fd = event_.get();
@@ -235,6 +268,10 @@ private:
 
     void submit(uint32_t index) {
         Place& place = places_[index];
+        if (refused_ != 0) {
+            finish(index, refused_);
+            return;
+        }
         if (!place.progress->prepare()) {
             finish(index, place.progress->error());
             return;
@@ -272,6 +309,7 @@ private:
     Fd event_;
     std::vector<Place> places_;
     std::vector<uint32_t> free_;
+    int refused_ = 0;  // why the ring is used no more
     std::thread thread_;
 };
 

@@ -14,12 +14,26 @@
 
 namespace k3::store {
 
+// By which a file is known again: another one at its path, or a change of this one, differs in one of these.
+struct FileIdentity {
+    uint64_t device, inode, bytes;
+    int64_t modified_s, modified_ns;
+    bool operator==(const FileIdentity& other) const {
+        return device == other.device && inode == other.inode && bytes == other.bytes &&
+               modified_s == other.modified_s && modified_ns == other.modified_ns;
+    }
+};
+
 // One file, open. `fd` reads past the page cache when `direct`.
 class OpenFile {
 public:
-    OpenFile(std::string path, bool direct);  // std::system_error
+    OpenFile(std::string path, bool direct);  // std::system_error; EINVAL for what is no regular file
     int fd() const { return fd_.get(); }
     bool direct() const { return direct_; }
+    const FileIdentity& identity() const { return identity_; }  // as it was when it was opened
+    bool is_unchanged() const;
+    // Which of the files that were at its path this is: numbered by Files from 1, before anybody else has it.
+    uint64_t version = 1;
     // Reads through the page cache, for the rest of a page where a direct read stood still. Opened for each use.
     ssize_t read_buffered(uint8_t* into, size_t bytes, uint64_t offset) const;
 
@@ -27,6 +41,7 @@ private:
     std::string path_;
     bool direct_;
     Fd fd_;
+    FileIdentity identity_;
 };
 
 class Files {
@@ -45,7 +60,9 @@ public:
     // Forget them all.
     void close();
 
-    uint32_t size() const;
+    std::vector<uint64_t> sizes() const;  // of all files, when they were added
+    // How often the file was found to be another one when it was opened, or changed, and once more.
+    uint64_t version(uint32_t file) const;
     uint32_t open_count() const;
     uint32_t root(uint32_t file) const;
 
@@ -54,6 +71,8 @@ private:
         uint32_t root;
         std::string path;
         bool direct;
+        FileIdentity identity;  // of the version
+        uint64_t version;
         std::shared_ptr<OpenFile> open;
         std::list<uint32_t>::iterator at;  // in order_, while open
     };

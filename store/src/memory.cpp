@@ -20,6 +20,9 @@
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
 #endif
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
@@ -121,6 +124,10 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
     return *this;
 }
 
+void Mapping::keep_from_children() {
+    if (data_ != nullptr && ::madvise(data_, bytes_, MADV_DONTFORK) != 0) refuse(errno, "cannot keep a mapping from forked children");
+}
+
 void Mapping::reset() {
     if (data_ != nullptr) ::munmap(data_, bytes_);
     data_ = nullptr;
@@ -210,10 +217,17 @@ uint64_t reserve(int fd, uint64_t bytes, const std::string& name, const ReserveP
     return huge;
 }
 
+Fd make_memfd(const std::string& name) {
+    const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+    Fd fd(::memfd_create(name.c_str(), flags | MFD_NOEXEC_SEAL));
+    if (!fd.valid() && errno == EINVAL) fd = Fd(::memfd_create(name.c_str(), flags));  // before Linux 6.3
+    if (!fd.valid()) refuse(errno, "cannot make the memfd " + name);
+    return fd;
+}
+
 SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers, const ReserveProgress& on_progress) {
     SharedMemory shared;
-    shared.fd = Fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (!shared.fd.valid()) refuse(errno, std::string("cannot make the memfd ") + name);
+    shared.fd = make_memfd(name);
     if (::ftruncate(shared.fd.get(), static_cast<off_t>(bytes)) != 0) {
         refuse(errno, "cannot size " + std::string(name) + " to " + std::to_string(bytes) + " bytes");
     }
@@ -227,6 +241,8 @@ SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers, 
 void block_signals() {
     sigset_t all;
     sigfillset(&all);
+    // Blocking these does not stop a fault: the kernel would end the process, past every handler (bus_guard.h).
+    for (const int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL}) sigdelset(&all, fault);
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
 }
 

@@ -49,6 +49,9 @@ public:
     ~Mapping() { reset(); }
     uint8_t* data() const { return data_; }
     uint64_t bytes() const { return bytes_; }
+    // A forked child has nothing there; it must `forget`, or it would unmap what it has mapped there since.
+    void keep_from_children();
+    void forget() { data_ = nullptr, bytes_ = 0; }
     void reset();
 
 private:
@@ -64,6 +67,10 @@ using ReserveProgress = std::function<void(uint64_t done_bytes)>;
 // huge pages is pinned and described to the drive in a few parts instead of one for each 4 KiB; here it is twice as fast.
 // std::system_error with the byte at which memory was refused.
 uint64_t reserve(int fd, uint64_t bytes, const std::string& name, const ReserveProgress& on_progress);
+
+// An empty memfd that can be sealed, and that nobody can execute or make executable where the kernel knows that (Linux
+// 6.3; with vm.memfd_noexec=2 it makes no others).
+Fd make_memfd(const std::string& name);
 
 // A memfd of a fixed size with its memory reserved, mapped writable here; `sealed_readers` makes ours the last
 // writable mapping there can ever be. The size is sealed in any case.

@@ -19,6 +19,7 @@ struct Read {
     Job* job;
     Chunk chunk;
     uint32_t file;
+    uint64_t version = 0;  // of its file, where nobody compares its bytes with a digest; 0: any
     // Of the drive, under its lock:
     uint64_t began_ns = 0;  // while in progress
     ReadQueue* queue = nullptr;

@@ -37,6 +37,7 @@ Reader::Reader(const ReaderOptions& options, uint32_t drives, Files& files, Faul
 void Reader::prepare(Job& job, const ExpertPlan& plan, const Files& files) const {
     for (const PiecePlan& piece : plan.pieces) {
         job.pieces.emplace_back(piece, files.root(piece.record.file));
+        job.pieces.back().version = files.version(piece.record.file);
     }
     for (const Chunk& chunk : plan.chunks) {
         PieceRead& piece = job.pieces[chunk.piece];
@@ -49,7 +50,8 @@ void Reader::start(Job& job) {
     // Gathered first: once the first read is queued the job may end at any moment.
     std::vector<std::vector<Read*>> by_drive(drives_.size());
     for (PieceRead& piece : job.pieces) {
-        begin_attempt(job, piece);
+        set_check(piece, job.check);
+        begin_attempt(piece);
         for (Read& read : piece.reads) by_drive[piece.root].push_back(&read);
     }
     for (size_t i = 0; i < drives_.size(); ++i) {
@@ -91,10 +93,15 @@ bool Reader::call_off_if_not_begun(Job& job) {
 }
 
 // Nobody else knows of the piece yet: its reads are queued after this.
-void Reader::begin_attempt(Job& job, PieceRead& piece) const {
+void Reader::set_check(PieceRead& piece, bool check) const {
+    piece.check = check;
+    for (Read& read : piece.reads) read.version = check ? 0 : piece.version;
+}
+
+void Reader::begin_attempt(PieceRead& piece) const {
     piece.reads_left = piece.reads.size();
     piece.error = 0;
-    if (!job.check) return;
+    if (!piece.check) return;
     piece.arrived.assign(piece.reads.size(), false);
     piece.in_order = piece.hashed = 0;
     piece.digest = Xxh3Stream(piece.plan.stored, piece.plan.record.stored_bytes);
@@ -111,8 +118,8 @@ void Reader::read_done(Read& read, int error) {
             piece.error_offset = read.chunk.offset;
         }
         --piece.reads_left;
-        if (job.check && error == 0) arrive(piece, read);
-        if (job.check && !piece.checking && has_more_to_hash(piece)) {
+        if (piece.check && error == 0) arrive(piece, read);
+        if (piece.check && !piece.checking && has_more_to_hash(piece)) {
             piece.checking = true;
             unchecked_.emplace_back(&job, &piece);
             more_.notify_one();
@@ -181,11 +188,15 @@ void Reader::attempt_over(Job& job, PieceRead& piece) {
         done_(job, piece);
         return;
     }
-    ++piece.attempt;
-    begin_attempt(job, piece);
-    files_.drop(piece.plan.record.file);  // it may have been replaced by a sound one meanwhile
     Drive& drive = *drives_[piece.root];
-    drive.counters.re_reads.fetch_add(1, std::memory_order_relaxed);
+    if (piece.error == kFileChanged) {
+        set_check(piece, true);  // and so this happens once: no failure of the drive's, nor its second try
+    } else {
+        ++piece.attempt;
+        drive.counters.re_reads.fetch_add(1, std::memory_order_relaxed);
+    }
+    begin_attempt(piece);
+    files_.drop(piece.plan.record.file);  // it may have been replaced by a sound one meanwhile
     std::vector<Read*> again;
     for (Read& read : piece.reads) again.push_back(&read);
     if (!drive.push(again, job, true)) done_(job, piece);  // called off in this very moment

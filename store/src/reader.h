@@ -27,9 +27,6 @@ namespace k3::store {
 // Reads of one piece before it is given up. Links and caches fail once; a bad drive fails again.
 constexpr int kAttempts = 2;
 
-// In place of an errno: a read that was called off before it began.
-constexpr int kCalledOff = -1;
-
 // One piece on its way. What says so belongs to the reader, under its mutex, until the piece is done.
 struct PieceRead {
     PieceRead(const PiecePlan& planned, uint32_t on_root)
@@ -42,6 +39,8 @@ struct PieceRead {
 
     const PiecePlan plan;
     const uint32_t root;
+    uint64_t version = 0;  // of its file when the job was prepared
+    bool check = true;     // its digest is compared
     std::vector<Read> reads;  // in the order of the piece's bytes
     int attempt = 1;
     size_t reads_left = 0;
@@ -61,7 +60,7 @@ struct Job {
     uint64_t reads = 0;
     std::atomic<bool> demand{true};
     std::atomic<bool> called_off{false};
-    bool check = true;
+    bool check = true;  // the digests of its pieces are compared; changed only before start()
 };
 
 struct ReaderOptions {
@@ -102,7 +101,8 @@ public:
 
 private:
     void read_done(Read& read, int error);
-    void begin_attempt(Job& job, PieceRead& piece) const;
+    void begin_attempt(PieceRead& piece) const;
+    void set_check(PieceRead& piece, bool check) const;
     void arrive(PieceRead& piece, const Read& read);
     bool has_more_to_hash(const PieceRead& piece) const { return piece.error == 0 && piece.in_order > piece.hashed; }
     void hash(PieceRead& piece, uint64_t arrived_bytes);

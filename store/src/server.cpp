@@ -92,9 +92,9 @@ bool Server::take_requests(Client& client) {
     int taken = 0;
     while (taken < kRequestsPerTurn && !client.broken) {
         const int64_t pending = client.ring.pending();
-        if (pending == 0) break;
+        if (pending == 0 && !client.guard.tripped()) break;
         const int64_t unread = client.ring.unread();
-        if (pending < 0 || unread < 0) {
+        if (pending < 0 || unread < 0 || client.guard.tripped()) {
             client.broken = true;
             break;
         }

@@ -32,6 +32,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "bus_guard.h"
 #include "catalog.h"
 #include "faults.h"
 #include "files.h"
@@ -151,6 +152,7 @@ private:
         bool counts_as_pin = false;  // it was for a pin that was called off
         uint64_t pieces_left;
         uint64_t payload_at;
+        uint64_t versions = 0;  // sum of its files'; it grows with each of them
         const PieceRead* failure = nullptr;
     };
 
@@ -169,6 +171,7 @@ private:
         ClientId id = 0;
         std::string name;
         SharedMemory memory;
+        BusGuard guard;  // of `memory`
         DaemonRing ring;
         Fd request_doorbell, completion_doorbell;
         std::unordered_map<uint32_t, uint32_t> leases;  // slot -> how many
@@ -206,6 +209,7 @@ private:
 
     // Reads
     bool take_off(Key key, Kind kind, std::vector<Waiter>& waiters);
+    bool must_check(const Flight& flight) const;
     void land_done();
     void land(Flight& flight);
     void fail(Flight& flight);
@@ -252,7 +256,7 @@ private:
     std::unordered_map<Key, std::unique_ptr<Flight>, KeyHash> flights_;
     std::list<Pending> pending_;
     std::unordered_map<Key, std::list<Pending>::iterator, KeyHash> pending_at_;
-    std::unordered_set<Key, KeyHash> verified_;
+    std::unordered_map<Key, uint64_t, KeyHash> verified_;  // -> Flight::versions
     std::vector<ClientId> violations_;
     uint64_t filling_prefetches_ = 0, pinned_ = 0;
     uint64_t hits_ = 0, misses_ = 0, joined_ = 0, prefetch_hits_ = 0, prefetched_ = 0, stale_releases_ = 0, refused_ = 0,

@@ -85,7 +85,7 @@ uint32_t Server::add_file(uint32_t root, const std::string& path, bool direct) {
 
 void Server::set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces, std::vector<Record> records) {
     if (started_) throw std::logic_error("layers are set before start()");
-    catalog_.set_layer(layer, payload_bytes, std::move(pieces), std::move(records), files_.size(), options_.slot_bytes);
+    catalog_.set_layer(layer, payload_bytes, std::move(pieces), std::move(records), files_.sizes(), options_.slot_bytes);
 }
 
 void Server::start() {
@@ -115,6 +115,7 @@ NewClient Server::add_client(const std::string& name) {
     client->name = name;
     client->has_ring = true;
     client->memory = make_shared("k3-ring", ring_bytes(options_.entries), false);
+    client->guard = BusGuard(client->memory.map.data(), client->memory.map.bytes());
     RingHeader* header = new (client->memory.map.data()) RingHeader();
     std::memcpy(header->magic, kMagic, sizeof kMagic);
     header->entries = options_.entries;

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.store.native import FaultKind, NativeServer
+from k3.store.native import FaultKind, NativeServer, Verify
 from k3.store.ring_layout import Op, Source, Status
 from tests.support.faults import STALL_MS
 from tests.support.native_rig import Client, World, client_of, make_world, serving, until
@@ -94,6 +94,72 @@ def test_verify_first_checks_an_expert_once(tmp_path: Path) -> None:
         assert server.stats()["checked_bytes"] == 3 * 4096
 
 
+VERIFY: list[Verify] = ["always", "first", "never"]
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("how", ["renamed over", "written over"])
+@pytest.mark.parametrize("verify", VERIFY)
+def test_other_bytes_in_a_file_that_was_checked_are_not_served(
+    tmp_path: Path, verify: Verify, how: str, io: str
+) -> None:
+    """Of the same size; also where nothing, or nothing more than once, is checked: those are other bytes."""
+    world = make_world(tmp_path, layers=2, experts=4, payload_bytes=3 * 4096)
+    path = world.paths[0][1]
+    with (
+        serving(world, io=io, verify=verify, slots=1, max_clients=1, quota=1, open_files=1) as server,
+        client_of(server, world) as client,
+    ):
+        for expert in range(4):
+            client.give_back(client.lease(0, [expert]))
+        content = bytearray(path.read_bytes())
+        for expert in (0, 1):
+            content[world.places[0, expert][0][1] + 5000] ^= 1
+        if how == "renamed over":
+            other = path.with_name("other")
+            other.write_bytes(content)
+            other.rename(path)
+            client.give_back(client.lease(1, [0]))  # so that the first file is closed
+        else:
+            path.write_bytes(content)
+        client.give_back(client.lease(1, [1]))
+        for expert in (0, 1, 0):
+            client.ask(0, [expert])
+            assert client.take(1)[0].status == Status.DAMAGED, expert
+        for expert in (2, 3, 2, 3):  # these are as they were, and are said to be so
+            client.give_back(client.lease(0, [expert]))
+
+
+def test_a_replaced_file_is_checked_once_more_and_not_for_ever(tmp_path: Path) -> None:
+    world = make_world(tmp_path, layers=1, experts=3, payload_bytes=4096)
+    path = world.paths[0][1]
+    with (
+        serving(world, verify="first", slots=1, max_clients=1, quota=1) as server,
+        client_of(server, world) as client,
+    ):
+        for expert in (0, 1, 2, 0, 1, 2):
+            client.give_back(client.lease(0, [expert]))
+        path.write_bytes(path.read_bytes())
+        for expert in (0, 1, 2) * 3:
+            client.give_back(client.lease(0, [expert]))
+        stats = server.stats()
+        # The expert whose read found the change was compared then, and once more as of the new file.
+        assert stats["checked_bytes"] == (2 * 3 + 1) * 4096
+        assert (stats["roots"][0]["errors"], stats["roots"][0]["re_reads"]) == (0, 0)
+
+
+@pytest.mark.parametrize("io", IOS)
+def test_a_pipe_in_place_of_a_file_is_an_error_and_no_hang(world: World, io: str) -> None:
+    path = world.paths[0][1]
+    with serving(world, io=io, open_files=1) as server, client_of(server, world) as client:
+        client.give_back(client.lease(1, [0]))
+        path.unlink()
+        os.mkfifo(path)
+        client.ask(0, [0])
+        (answer,) = client.take(1)
+        assert (answer.status, answer.error) == (Status.IO_ERROR, errno.EINVAL)
+
+
 @pytest.mark.parametrize("io", IOS)
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("short_bytes", [1, 100, 4096, 5000])
@@ -148,8 +214,8 @@ def test_a_chunk_that_fails_while_others_are_hashed(tmp_path: Path, kind: FaultK
 @pytest.mark.parametrize("io", IOS)
 def test_a_file_that_ends_early(world: World, io: str) -> None:
     file, offset, _ = world.places[0, 7][0]
-    os.truncate(world.paths[file][1], offset + 100)
     with serving(world, io=io) as server, client_of(server, world) as client:
+        os.truncate(world.paths[file][1], offset + 100)
         client.ask(0, [7])
         (answer,) = client.take(1)
         assert (answer.status, answer.file, answer.error) == (Status.IO_ERROR, file, errno.ENODATA)
@@ -279,6 +345,43 @@ def test_without_io_uring_threads_read_and_the_log_says_so_once(tmp_path: Path, 
     assert len(lines) == 1
     assert "io_uring cannot be used" in lines[0]
     assert os.strerror(error) in lines[0]
+
+
+def test_an_io_uring_that_is_refused_while_it_is_used_fails_its_reads_only(tmp_path: Path) -> None:
+    """A filter for all threads, once the drives are reading: leases end in its errno, nothing ends the process."""
+    script = textwrap.dedent("""
+        import ctypes, errno, struct, sys
+        from pathlib import Path
+        from tests.support.native_rig import client_of, make_world, serving
+        from k3.store.ring_layout import Status
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        program = b"".join(struct.pack("<HBBI", *line) for line in (
+            (0x20, 0, 0, 0), (0x15, 0, 1, 426), (0x06, 0, 0, 0x00050000 | errno.EPERM), (0x06, 0, 0, 0x7FFF0000)))
+        buffer = ctypes.create_string_buffer(program)
+        header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+        world = make_world(Path(sys.argv[1]), roots=2)
+        with serving(world, io="uring") as server, client_of(server, world) as client:
+            assert server.io == "uring"
+            held = client.lease(0, [0])
+            assert libc.prctl(38, 1, 0, 0, 0) == 0
+            assert libc.syscall(317, 1, 1, header) == 0  # seccomp, SECCOMP_SET_MODE_FILTER, for all threads
+            for turn in range(5):
+                client.ask(1, [turn])
+                (answer,) = client.take(1)
+                # The first may go to a ring that waits in the kernel already.
+                assert answer.status == Status.IO_ERROR or turn == 0, answer.status
+                assert answer.status == Status.OK or answer.error == errno.EPERM
+                if answer.status == Status.OK:
+                    client.give_back([answer])
+            client.check(held[0])
+    """)
+    root = str(Path(__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) -> None:

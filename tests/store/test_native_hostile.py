@@ -5,9 +5,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
+import resource
 import select
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +22,15 @@ import numpy as np
 import pytest
 
 from k3.store import ring_layout as layout
-from k3.store.native import ClientGrant, NativeRing, NativeServer, make_memfd, seal_all, seal_future_write
+from k3.store.native import (
+    ClientGrant,
+    NativeRing,
+    NativeServer,
+    ServerSettings,
+    make_memfd,
+    seal_all,
+    seal_future_write,
+)
 from k3.store.ring_layout import Op, Status
 from tests.support.native_rig import RECORD, Client, World, client_of, make_world, serving, until
 
@@ -298,6 +312,116 @@ def test_memfds_are_sealed_as_promised() -> None:
     seal_all(fd)
     assert list(_writable_ways(fd)) == []
     os.close(fd)
+
+
+def test_no_memfd_can_be_executed(server: NativeServer, raw: Raw) -> None:
+    made, _ = make_memfd("test", 4096)
+    for fd in (server.arena_fd, raw.grant.ring_fd, made):
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        assert seals & 0x20 or os.fstat(made).st_mode & 0o111, "F_SEAL_EXEC, where the kernel has it"
+        if not seals & 0x20:
+            pytest.skip("a kernel before Linux 6.3")
+        assert os.fstat(fd).st_mode & 0o111 == 0
+        with pytest.raises(PermissionError):
+            os.fchmod(fd, 0o777)
+    os.close(made)
+
+
+def test_everything_starts_where_executable_memfds_are_refused(tmp_path: Path) -> None:
+    """vm.memfd_noexec=2, which belongs to a process namespace."""
+    script = textwrap.dedent("""
+        import os, sys
+        from pathlib import Path
+        try:
+            Path("/proc/sys/vm/memfd_noexec").write_text("2")
+            os.memfd_create("refused", 0x10)  # MFD_EXEC
+        except PermissionError as error:
+            if error.filename:
+                sys.exit(9)
+        except OSError:
+            sys.exit(9)
+        else:
+            sys.exit(9)
+        from tests.support.native_rig import client_of, make_world, serving
+        from k3.store.native import make_memfd
+        world = make_world(Path(sys.argv[1]))
+        make_memfd("test", 4096)
+        with serving(world) as server, client_of(server, world) as client:
+            client.lease(0, [0])
+    """)
+    root = str(Path(__file__).parents[2])
+    result = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True, text=True, timeout=60, cwd=root, env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    if result.returncode == 9 or "unshare" in result.stderr:
+        pytest.skip("the setting cannot be had here")
+    assert result.returncode == 0, result.stderr
+
+
+def test_memory_that_is_taken_away_ends_its_client_and_not_the_daemon() -> None:
+    """What the daemon does to a ring, on a memory without pages: unguarded it is SIGBUS and the process's end."""
+    script = textwrap.dedent("""
+        import ctypes, os
+        from k3.store import _store
+        fd = os.memfd_create("ring", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 12288)
+        assert not _store.touches_guarded(fd, 12288)
+        os.ftruncate(fd, 4096)
+        assert _store.touches_guarded(fd, 12288)
+        assert os.fstat(fd).st_size == 4096
+        print("guarded", flush=True)
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        ctypes.memset(libc.mmap(None, 12288, 3, 1, fd, ctypes.c_long(0)) + 8192, 1, 1)
+    """)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "guarded\n", result.stderr
+    assert result.returncode == -signal.SIGBUS, "elsewhere a bus error is what it was"
+
+
+def test_a_time_that_is_none_is_refused(server: NativeServer, world: World) -> None:
+    with client_of(server, world) as client:
+        for wait in (client.ring.wait, server.drain):
+            with pytest.raises(ValueError, match="not NaN"):
+                wait(math.nan)
+        client.ask(0, [0])
+        assert client.ring.wait(math.inf) == "completions"
+        client.ring.poll()
+        assert client.ring.wait(-math.inf) == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("offset", "stored_bytes"), [(0, 2**50), (4096, 2**62), (2**62, 4096), (2**64 - 4096, 8192), (0, 2**64 - 1)]
+)
+def test_sizes_that_a_catalog_makes_up_are_refused_before_anything_is_planned(
+    world: World, offset: int, stored_bytes: int
+) -> None:
+    settings = ServerSettings(slot_bytes=16 * 4096, slots=4, max_clients=1, quota=1)
+    with NativeServer(settings) as server:
+        root, path = world.paths[0]
+        file = server.add_file(root, path, direct=False)
+        before_bytes = resident_peak_bytes()
+        record = RECORD.pack(file, 0, offset, 4096, stored_bytes, bytes(16))
+        with pytest.raises(ValueError, match="do not lie in a file of"):
+            server.set_layer(0, 4096, [1], record)
+        assert resident_peak_bytes() - before_bytes < 64 << 20
+
+
+def test_a_record_larger_than_a_slot_is_refused_also_where_its_file_is_as_large(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with open(path, "wb") as sparse:
+        sparse.truncate(2**42)
+    with NativeServer(ServerSettings(slot_bytes=16 * 4096, slots=4, max_clients=1, quota=1)) as server:
+        file = server.add_file(0, path, direct=False)
+        before_bytes = resident_peak_bytes()
+        with pytest.raises(ValueError, match="needs a slot of at least 4398046511104 bytes, they have 65536"):
+            server.set_layer(0, 4096, [1], RECORD.pack(file, 0, 0, 4096, 2**42, bytes(16)))
+        assert resident_peak_bytes() - before_bytes < 64 << 20
+
+
+def resident_peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_what_is_no_ring_is_refused(server: NativeServer, world: World) -> None:

@@ -470,7 +470,7 @@ def test_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         for root, path in world.paths:
             server.add_file(root, path, direct=False)
         records, counts = world.records[0], world.pieces[0]
-        with pytest.raises(ValueError, match=r"needs a slot of 36864 bytes, they have 16384"):
+        with pytest.raises(ValueError, match=r"needs a slot of at least 36864 bytes, they have 16384"):
             server.set_layer(0, world.payload_bytes, counts, records)
         with pytest.raises(ValueError, match="do not make up"):
             server.set_layer(0, world.payload_bytes + 1, counts, records)
