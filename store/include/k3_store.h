@@ -9,7 +9,10 @@
  *   k3_store_close(&store);
  *
  * A struct belongs to one thread at a time. Payloads may be read from any thread until they are released. When the
- * daemon goes, k3_store_wait returns -1 with `problem` set; leases are void then, open anew. Linux only.
+ * daemon goes, k3_store_wait returns -1 with `problem` set; leases are void then, open anew. Signals end no call: each
+ * goes on after the handler, for what is left of its time. A struct belongs to the process that opened it: in a forked
+ * child every call fails with EPERM, but for k3_store_close, which there lets go of the child's descriptors and leaves
+ * the parent's leases alone. Linux only.
  */
 #ifndef K3_STORE_H
 #define K3_STORE_H
@@ -29,12 +32,20 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #define K3_STORE_VERSION 1
 #define K3_STORE_MESSAGE_BYTES 65536
 
-enum { K3_STORE_LEASE = 1, K3_STORE_RELEASE = 2, K3_STORE_PREFETCH = 3, K3_STORE_CANCEL = 4 };
+enum {
+    K3_STORE_LEASE = 1,
+    K3_STORE_RELEASE = 2,
+    K3_STORE_PREFETCH = 3,
+    K3_STORE_CANCEL = 4,
+    K3_STORE_PIN = 5,
+    K3_STORE_UNPIN = 6
+};
 
 enum {
     K3_STORE_OK = 0,
@@ -73,12 +84,26 @@ struct k3_store {
     const uint8_t *arena, *dense, *model; /* model: the JSON of docs/store_protocol.md section 5 */
     uint64_t ring_bytes, arena_bytes, dense_bytes, model_bytes;
     uint32_t entries, quota, request_tail, completion_head;
+    pid_t process; /* that opened it */
     char problem[256]; /* the last error, for people */
 };
 
 static inline int k3_store_fail(struct k3_store *store, const char *what) {
     snprintf(store->problem, sizeof store->problem, "%s%s%s", what, errno ? ": " : "", errno ? strerror(errno) : "");
     return -1;
+}
+
+/* 0 in the process that opened the store. A child has no mapping of the ring, and its parent's leases are not its own. */
+static inline int k3_store_check_process(struct k3_store *store) {
+    if (getpid() == store->process) return 0;
+    errno = EPERM;
+    return k3_store_fail(store, "this store belongs to the process that opened it");
+}
+
+static inline int64_t k3_store_now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
 static inline _Atomic uint32_t *k3_store_word(const struct k3_store *store, size_t at) {
@@ -98,7 +123,8 @@ static inline uint64_t k3_store_number(const char *text, const char *key) {
 }
 
 static inline void k3_store_close(struct k3_store *store) {
-    if (store->ring != NULL) munmap(store->ring, store->ring_bytes);
+    /* A child does not have the ring: by now something else may be mapped there. */
+    if (store->ring != NULL && getpid() == store->process) munmap(store->ring, store->ring_bytes);
     if (store->arena != NULL) munmap((void *)(uintptr_t)store->arena, store->arena_bytes);
     if (store->dense != NULL) munmap((void *)(uintptr_t)store->dense, store->dense_bytes);
     if (store->model != NULL) munmap((void *)(uintptr_t)store->model, store->model_bytes);
@@ -136,7 +162,10 @@ static inline int k3_store_shake(struct k3_store *store, const char *name, char 
     }
     int length = snprintf(hello, sizeof hello, "{\"type\":\"hello\",\"version\":%d,\"name\":\"%s\"}", K3_STORE_VERSION, name);
     /* A daemon that refuses may have said why and closed before this arrives; then the answer is there all the same. */
-    ssize_t sent = send(store->socket, hello, (size_t)length, MSG_NOSIGNAL);
+    ssize_t sent;
+    do {
+        sent = send(store->socket, hello, (size_t)length, MSG_NOSIGNAL);
+    } while (sent < 0 && errno == EINTR);
     if (sent != length && errno != EPIPE && errno != ECONNRESET) return k3_store_fail(store, "no hello");
     union {
         char bytes[CMSG_SPACE(6 * sizeof(int))];
@@ -144,10 +173,13 @@ static inline int k3_store_shake(struct k3_store *store, const char *name, char 
     } control;
     struct iovec part = {text, K3_STORE_MESSAGE_BYTES};
     struct msghdr message = {0};
-    message.msg_iov = &part, message.msg_iovlen = 1;
-    message.msg_control = control.bytes, message.msg_controllen = sizeof control.bytes;
-    ssize_t got = recvmsg(store->socket, &message, MSG_CMSG_CLOEXEC);
-    if (got < 0 && errno == ECONNRESET) got = recvmsg(store->socket, &message, MSG_CMSG_CLOEXEC);
+    ssize_t got;
+    int resets = 0; /* the first says that the daemon has closed; what it said before is there after it */
+    do {
+        message.msg_iov = &part, message.msg_iovlen = 1;
+        message.msg_control = control.bytes, message.msg_controllen = sizeof control.bytes;
+        got = recvmsg(store->socket, &message, MSG_CMSG_CLOEXEC);
+    } while (got < 0 && (errno == EINTR || (errno == ECONNRESET && resets++ == 0)));
     if (got <= 0) return k3_store_fail(store, "no welcome");
     text[got] = 0;
     int count = 0;
@@ -159,9 +191,19 @@ static inline int k3_store_shake(struct k3_store *store, const char *name, char 
     return count;
 }
 
+/* connect(2), also when signals come: an attempt that one has ended has done nothing on a Unix socket. */
+static inline int k3_store_connect(int fd, const struct sockaddr_un *address) {
+    int result;
+    do {
+        result = connect(fd, (const struct sockaddr *)address, sizeof *address);
+    } while (result != 0 && errno == EINTR);
+    return result;
+}
+
 /* Connects; 0, or -1 with `problem` set and nothing left open. */
 static inline int k3_store_open(struct k3_store *store, const char *path, const char *name) {
     memset(store, 0, sizeof *store);
+    store->process = getpid();
     store->socket = store->request_doorbell = store->completion_doorbell = -1;
     struct sockaddr_un address = {0};
     address.sun_family = AF_UNIX;
@@ -171,7 +213,7 @@ static inline int k3_store_open(struct k3_store *store, const char *path, const 
     }
     strcpy(address.sun_path, path);
     store->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    if (store->socket < 0 || connect(store->socket, (struct sockaddr *)&address, sizeof address) != 0) {
+    if (store->socket < 0 || k3_store_connect(store->socket, &address) != 0) {
         k3_store_fail(store, path);
         k3_store_close(store);
         return -1;
@@ -216,11 +258,17 @@ static inline int k3_store_open(struct k3_store *store, const char *path, const 
         k3_store_close(store);
         return -1;
     }
+    if (madvise(store->ring, store->ring_bytes, MADV_DONTFORK) != 0) {
+        k3_store_fail(store, "the ring cannot be kept from forked children");
+        k3_store_close(store);
+        return -1;
+    }
     return 0;
 }
 
 /* Writes one request; 0, or -1 with EAGAIN while the ring is full. Not seen by the daemon before k3_store_publish. */
 static inline int k3_store_put(struct k3_store *store, const struct k3_store_request *request) {
+    if (k3_store_check_process(store) != 0) return -1;
     uint32_t head = atomic_load_explicit(k3_store_word(store, 128), memory_order_acquire);
     if (store->request_tail - head >= store->entries) {
         errno = EAGAIN;
@@ -234,6 +282,7 @@ static inline int k3_store_put(struct k3_store *store, const struct k3_store_req
 
 /* Shows the daemon what was put, and wakes it if it sleeps. */
 static inline void k3_store_publish(struct k3_store *store) {
+    if (k3_store_check_process(store) != 0) return;
     atomic_store_explicit(k3_store_word(store, 64), store->request_tail, memory_order_seq_cst);
     if (atomic_load_explicit(k3_store_word(store, 320), memory_order_seq_cst) == 1) {
         uint64_t one = 1;
@@ -266,8 +315,9 @@ static inline int k3_store_release(struct k3_store *store, const struct k3_store
     return 0;
 }
 
-/* A completion that is there already: 1, or 0 for none. */
+/* A completion that is there already: 1, or 0 for none; -1 in a forked child. */
 static inline int k3_store_poll(struct k3_store *store, struct k3_store_completion *into) {
+    if (k3_store_check_process(store) != 0) return -1;
     if (atomic_load_explicit(k3_store_word(store, 192), memory_order_seq_cst) == store->completion_head) return 0;
     size_t at = 4096 + (size_t)store->entries * 32 + (size_t)(store->completion_head % store->entries) * sizeof *into;
     memcpy(into, store->ring + at, sizeof *into);
@@ -278,23 +328,36 @@ static inline int k3_store_poll(struct k3_store *store, struct k3_store_completi
 
 /* Waits for a completion: 1; 0 when `timeout_ms` (-1: for ever) is over; -1 when the daemon has gone. */
 static inline int k3_store_wait(struct k3_store *store, struct k3_store_completion *into, int timeout_ms) {
+    const int64_t until_ms = timeout_ms < 0 ? 0 : k3_store_now_ms() + timeout_ms;
     for (;;) {
-        if (k3_store_poll(store, into)) return 1;
+        const int there = k3_store_poll(store, into);
+        if (there != 0) return there;
+        int left_ms = -1;
+        if (timeout_ms >= 0) {
+            const int64_t left = until_ms - k3_store_now_ms();
+            left_ms = left > 0 ? (int)left : 0;
+        }
         atomic_store_explicit(k3_store_word(store, 384), 1, memory_order_seq_cst);
-        int found = k3_store_poll(store, into); /* it may have come before the daemon could see that we sleep */
-        int ready = 0;
+        const int found = k3_store_poll(store, into); /* it may have come before the daemon could see that we sleep */
         struct pollfd ears[2] = {{store->completion_doorbell, POLLIN, 0}, {store->socket, POLLIN, 0}};
-        if (!found) ready = poll(ears, 2, timeout_ms);
+        const int ready = found ? 0 : poll(ears, 2, left_ms);
+        const int poll_errno = errno; /* reading the doorbell empty ends in an error of its own */
         atomic_store_explicit(k3_store_word(store, 384), 0, memory_order_relaxed);
         char rings[64];
-        while (read(store->completion_doorbell, rings, sizeof rings) == (ssize_t)sizeof rings) continue;
+        ssize_t got;
+        do {
+            got = read(store->completion_doorbell, rings, sizeof rings);
+        } while (got == (ssize_t)sizeof rings || (got < 0 && errno == EINTR));
         if (found || k3_store_poll(store, into)) return 1;
-        if (ready == 0) return 0;
-        if (ready < 0 && errno != EINTR) return k3_store_fail(store, "cannot wait");
+        if (ready < 0 && poll_errno != EINTR) {
+            errno = poll_errno;
+            return k3_store_fail(store, "cannot wait");
+        }
         if (ready > 0 && ears[1].revents != 0) {
             errno = 0;
             return k3_store_fail(store, "the daemon ended the connection");
         }
+        if (ready == 0 && left_ms == 0) return 0;
     }
 }
 

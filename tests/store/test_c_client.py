@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,18 +19,26 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
-@pytest.fixture(scope="module")
-def lease(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled example."""
-    program = tmp_path_factory.mktemp("c") / "lease"
+def compiled(source: Path, program: Path) -> Path:
     command = [
         "cc", "-std=c11", "-O2", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror",
-        "-fsanitize=address,undefined", "-I", str(ROOT / "store" / "include"),
-        str(ROOT / "examples" / "c_client" / "lease.c"), "-o", str(program),
+        "-fsanitize=address,undefined", "-I", str(ROOT / "store" / "include"), str(source), "-o", str(program),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return program
+
+
+@pytest.fixture(scope="module")
+def lease(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled example."""
+    return compiled(ROOT / "examples" / "c_client" / "lease.c", tmp_path_factory.mktemp("c") / "lease")
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program that is sent signals, and that forks."""
+    return compiled(Path(__file__).with_name("signals_and_forks.c"), tmp_path_factory.mktemp("c") / "disturbed")
 
 
 @pytest.fixture
@@ -112,3 +121,32 @@ def test_the_daemon_goes(lease: Path, built: Built, tmp_path: Path) -> None:
         _, err = client.communicate(timeout=30)
         assert client.returncode == 10
         assert "the daemon ended the connection" in err
+
+
+@pytest.mark.parametrize("restart", [0, 1], ids=["interrupts", "restarts"])
+@pytest.mark.parametrize("number", [signal.SIGCHLD, signal.SIGALRM, signal.SIGWINCH])
+def test_signals_end_nothing(disturbed: Path, daemon: Inside, number: signal.Signals, restart: int) -> None:
+    """A wait whose time began anew with each signal would not end; one that gives up says that all is void."""
+    daemon.server.inject("stall", argument=60_000)
+    command = [disturbed, "signals", daemon.socket, str(int(number)), str(restart)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        said = program.stdout.readline()
+        daemon.server.clear_faults()
+        out, err = program.communicate(timeout=60)
+    assert program.returncode == 0, err
+    assert (said, out[:8]) == ("asked\n", "signals ")
+
+
+def test_a_forked_child_leaves_its_parent_s_leases_alone(disturbed: Path, daemon: Inside) -> None:
+    command = [disturbed, "fork", daemon.socket]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        said = program.stdout.readline()
+        held = [client["leases"] for client in daemon.server.stats()["clients"]]
+        _, err = program.communicate("\n", timeout=60)
+    assert program.returncode == 0, err
+    assert (said, held) == ("forked\n", [2])
+    assert daemon.server.stats()["stale_releases"] == 0
