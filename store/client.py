@@ -6,6 +6,8 @@ of it.
 
 When the daemon goes, requests wait `reconnect_s` for one to return and lease again what had not arrived; 0 raises
 DaemonError at once. With a `fallback`, they read from there at once, and every second the daemon is tried again.
+
+In a forked child asking for anything is a DaemonError, releasing and closing do nothing: leases are the parent's.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from k3.container.identity import ModelIdentity
 from k3.store.connection import Connection
 from k3.store.daemon_request import Request
 from k3.store.dispatch import HEARTBEAT_S, Dispatch
+from k3.store.forked import belongs_to_this_process
 from k3.store.link import Link
 from k3.store.pins import are_settled, first_error
 from k3.store.request_stream import RequestStream
@@ -73,10 +76,19 @@ class DaemonSource:
         self._dispatch = Dispatch(path, self._changed, self._daemon, patience_s)
         self.abandoned = self._dispatch.abandoned
         self._daemon.begin(link)
+        belongs_to_this_process(self)
+
+    def inherited(self) -> None:
+        """Note, in a forked child, that nothing here is its own; and let go of what keeps the leases alive."""
+        self._dispatch.is_inherited = True
+        session = self._session
+        if session is not None:
+            session.abandon()
 
     def lease(self, layer: int, experts: Sequence[int]) -> RequestStream[Request]:
         """See `ExpertSource.lease`. Waits for its turn when other requests hold the quota."""
         request = None
+        self._check_process()
         with self._changed:
             self._dispatch.check_open()
             if self._session is None:
@@ -96,6 +108,7 @@ class DaemonSource:
         Returns a function that cancels what has not begun. ValueError and ExpertError as for `lease`. While there
         is no daemon, the fallback is asked instead; without one it does nothing.
         """
+        self._check_process()
         with self._changed:
             self._dispatch.check_open()
             session = self._session
@@ -111,6 +124,8 @@ class DaemonSource:
             return (lambda: None) if self._stand_in is None else self._stand_in.prefetch(layer, experts)
 
         def cancel() -> None:
+            if self._dispatch.is_inherited:
+                return
             with self._changed:
                 if session is self._session:
                     session.link.ring.submit(tag, Op.CANCEL, 0, [0])
@@ -125,6 +140,7 @@ class DaemonSource:
         BudgetError when pins have used up their share of the slots, DriveError and DamageError as for a lease;
         ValueError and ExpertError as for `lease`. DaemonError without a daemon, and when none was ever there.
         """
+        self._check_process()
         with self._changed:
             self._dispatch.check_open()
             self._dispatch.notice_end()  # else what an earlier daemon kept would count
@@ -154,6 +170,7 @@ class DaemonSource:
 
     def unpin(self, layer: int, experts: Sequence[int]) -> None:
         """Let pinned experts go again; those that are not pinned are passed over. Waits for nothing."""
+        self._check_process()
         with self._changed:
             self._dispatch.check_open()
             self._unpin(layer, experts)
@@ -166,6 +183,7 @@ class DaemonSource:
 
     def stats(self) -> SourceStats:
         """See `ExpertSource.stats`. What the daemon read for others is not in it; the fallback's reads are."""
+        self._check_process()
         with self._changed:
             counts: dict[str, Any] = dict(self._dispatch.counts)
             mine = SourceStats(slots=self._daemon.quota, slot_bytes=self._daemon.slot_bytes, **counts)
@@ -176,7 +194,9 @@ class DaemonSource:
         return HugePages() if self._stand_in is None else self._stand_in.huge_pages()
 
     def close(self) -> None:
-        """See `ExpertSource.close`."""
+        """See `ExpertSource.close`. In a forked child nothing is left to do."""
+        if self._dispatch.is_inherited:
+            return
         with self._changed:
             session = self._dispatch.close()
         if session is not None:
@@ -198,6 +218,14 @@ class DaemonSource:
     def _session(self) -> Session | None:
         return self._daemon.session
 
+    def _check_process(self) -> None:
+        if self._dispatch.is_inherited:
+            raise DaemonError(
+                "this connection to k3-store belongs to the process that opened it, and not to its forked child",
+                path=self._path,
+                advice="Open another one in the child",
+            )
+
     # The fallback. Not under the lock.
 
     def _delegated(self, request: Request) -> Request:
@@ -214,6 +242,7 @@ class DaemonSource:
     def take(self, request: Request) -> Lease:
         """Wait for a stream's next expert. StopIteration after the last one, or its error."""
         began_ns = time.monotonic_ns()
+        self._check_process()
         with self._changed:
             item = self._next_item(request, began_ns)
             self._dispatch.counts["wait_ns"] += time.monotonic_ns() - began_ns
@@ -264,6 +293,8 @@ class DaemonSource:
 
     def give_up(self, request: Request) -> None:
         """End a stream: what it has not handed out is given back."""
+        if self._dispatch.is_inherited:
+            return
         with self._changed:
             self._dispatch.end(request)
         if request.delegate is not None:

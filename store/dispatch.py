@@ -42,6 +42,8 @@ class Dispatch:
         self.pins = Pins()
         self.counts: Counter[str] = Counter()
         self.is_pumping = False
+        self.is_inherited = False
+        """Set in a forked child, whose calls end before the lock: another thread may have held it."""
         self.abandoned: deque[Request] = deque()
         self.patience_s = patience_s
         self._path = path
@@ -308,6 +310,8 @@ class Dispatch:
 
     def release(self, request: Request, session: Session, slot: int, generation: int) -> None:
         """A lease comes back: its slot to the daemon, its ticket to its stream or to everybody."""
+        if self.is_inherited:
+            return
         with self.changed:
             if session is self.daemon.session:
                 session.release(slot, generation)

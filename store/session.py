@@ -83,6 +83,12 @@ class Session:
             os.eventfd_read(self._bell)
         return self.link.ended()
 
+    def abandon(self) -> None:
+        """Close a forked child's copies of the descriptors, so that the parent's end is the connection's."""
+        self.link.socket.close()
+        self._ears.close()
+        os.close(self._bell)
+
     def close(self) -> None:
         """End the connection. Payloads stay readable."""
         self.link.close()
