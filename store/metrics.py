@@ -82,6 +82,11 @@ def _drives(drives: list[Mapping[str, Any]]) -> Iterator[Metric]:
     yield seconds
     for name, key, text in (
         ("queue_depth", "queue", "Reads that are queued or under way"),
+        (
+            "oldest_read_seconds",
+            "oldest_read_s",
+            "Age of the read that has been under way for longest; 0: none is",
+        ),
         ("direct", "direct", "1 if reads go past the page cache"),
     ):
         family_now = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["drive"])

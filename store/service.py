@@ -45,6 +45,8 @@ DESCRIPTORS_PER_CLIENT = 5
 SPARE_DESCRIPTORS = 40
 RATE_SAMPLES = 10
 HUGE_PAGE_BYTES = 2 << 20
+HANGING_S = 5.0
+"""A read of at most 4 MiB that takes longer than this is told of in the log."""
 
 _DRIVE_COUNTERS = ("reads", "read_bytes", "read_ns", "busy_ns", "errors", "re_reads")
 
@@ -118,6 +120,7 @@ class Service:
         self._quota = quota
         self._began_s = time.monotonic()
         self._samples: deque[Sample] = deque(maxlen=RATE_SAMPLES + 1)
+        self._hanging: set[int] = set()
         self.sample()
 
     @classmethod
@@ -216,9 +219,17 @@ class Service:
     # What it says of itself
 
     def sample(self) -> None:
-        """Note what has been read so far; called about once a second, for rates."""
-        read = tuple(drive["read_bytes"] for drive in self._server.stats()["roots"])
-        self._samples.append(Sample(time.monotonic(), read))
+        """Note what has been read so far, for rates, and tell of drives that hang; called about once a second."""
+        roots = self._server.stats()["roots"]
+        self._samples.append(Sample(time.monotonic(), tuple(drive["read_bytes"] for drive in roots)))
+        for number, (drive, counters) in enumerate(zip(self._drives, roots, strict=True)):
+            age_s = counters["oldest_read_ns"] / 1e9
+            if age_s >= HANGING_S and number not in self._hanging:
+                self._hanging.add(number)
+                _log.warning("%s hangs: a read has been under way for %.0f s", drive.path, age_s)
+            elif age_s < HANGING_S and number in self._hanging:
+                self._hanging.remove(number)
+                _log.warning("%s answers again", drive.path)
 
     def one_line(self) -> str:
         """For `systemctl status`."""
@@ -269,6 +280,7 @@ class Service:
                 "path": str(drive.path), "device": drive.info.device, "model": drive.info.model,
                 "share": round(drive.share / shares, 4), "direct": bool(counters["direct"]),
                 "queue": counters["queued"] + counters["in_flight"],
+                "oldest_read_s": round(counters["oldest_read_ns"] / 1e9, 3),
                 "recent_gb_per_s": round(recent_bytes / elapsed_s / 1e9, 3),
                 "busy_gb_per_s": round(counters["read_bytes"] / busy_s / 1e9, 3) if busy_s else 0.0,
                 **{key: counters[key] for key in _DRIVE_COUNTERS},

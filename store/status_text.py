@@ -19,7 +19,19 @@ def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
     yield f"in huge pages: {_gb(cache['huge_bytes'])} of the cache, {_gb(dense['huge_bytes'])} of dense"
     yield ""
     yield from table(
-        ("drive", "model", "share", "O_DIRECT", "queue", "GB/s now", "GB/s busy", "read", "errors", "re-reads"),
+        (
+            "drive",
+            "model",
+            "share",
+            "O_DIRECT",
+            "queue",
+            "oldest",
+            "GB/s now",
+            "GB/s busy",
+            "read",
+            "errors",
+            "re-reads",
+        ),
         [
             (
                 drive["path"],
@@ -27,6 +39,7 @@ def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
                 f"{100 * drive['share']:.0f} %",
                 "yes" if drive["direct"] else "NO",
                 drive["queue"],
+                f"{drive['oldest_read_s']:.1f} s",
                 f"{drive['recent_gb_per_s']:.3f}",
                 f"{drive['busy_gb_per_s']:.3f}",
                 _gb(drive["read_bytes"]),
