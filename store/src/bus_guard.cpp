@@ -54,7 +54,7 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
 
 void install() {
     if (is_installed) return;
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_bus_error;
     action.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
     sigemptyset(&action.sa_mask);

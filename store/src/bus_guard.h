@@ -1,8 +1,9 @@
 // Keeps the daemon alive when it touches a page of a client's ring that the kernel cannot give any more.
 //
-// A client can punch holes into its ring: it must be able to write there, and no seal allows the one without the other.
-// The next touch makes a new page, and where there is no memory for it (vm.overcommit_memory=2) that is a SIGBUS. Then the
-// whole mapping is replaced by private memory of zeros, and `tripped` says so: the client is dropped.
+// A client can punch holes into its ring: it must be able to write there, and no seal allows the one without the
+// other. The next touch makes a new page, and where there is no memory for it (vm.overcommit_memory=2) that is a
+// SIGBUS. Then the whole mapping is replaced by private memory of zeros, and `tripped` says so: the client is
+// dropped.
 #pragma once
 
 #include <cstdint>

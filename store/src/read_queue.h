@@ -1,5 +1,6 @@
-// Reads in order, linked through themselves: one leaves from anywhere in a step, however many there are. So calling a
-// job's reads off, or moving them ahead, takes as many steps as the job has reads and not as many as the queue has.
+// Reads in order, linked through themselves: one leaves from anywhere in a step, however many there are. So
+// calling a job's reads off, or moving them ahead, takes as many steps as the job has reads and not as many as the
+// queue has.
 //
 // Owns nothing. Not thread-safe (its drive's lock).
 #pragma once

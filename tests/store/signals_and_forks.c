@@ -1,8 +1,8 @@
 /* For test_c_client.py: the C client under a rain of signals, and after a fork.
  *
- *   signals SOCKET SIGNAL RESTART     a signal every 2 ms, while nothing comes (300 ms), while a lease is awaited, and
- *                                     while 30 connections are opened
- *   fork SOCKET                       every call in a child fails; the parent's lease stays
+ *   signals SOCKET SIGNAL RESTART     a signal every 2 ms, while nothing comes (300 ms), while a lease is awaited,
+ * and while 30 connections are opened fork SOCKET                       every call in a child fails; the parent's
+ * lease stays
  */
 #include <signal.h>
 #include <sys/wait.h>
@@ -16,15 +16,15 @@ static void hear(int number) {
     ++heard;
 }
 
-#define MUST(holds)                                                                                \
-    do {                                                                                           \
-        if (!(holds)) {                                                                            \
+#define MUST(holds)                                                                                 \
+    do {                                                                                            \
+        if (!(holds)) {                                                                             \
             fprintf(stderr, "line %d: %s; errno %d, %s\n", __LINE__, #holds, errno, store.problem); \
-            return 1;                                                                              \
-        }                                                                                          \
+            return 1;                                                                               \
+        }                                                                                           \
     } while (0)
 
-static int signals(const char *path, int number, int restart) {
+static int signals(const char* path, int number, int restart) {
     struct k3_store store = {0};
     struct k3_store_completion done;
     struct sigaction action = {0};
@@ -74,7 +74,7 @@ static int in_child(struct k3_store store, struct k3_store_completion lease) {
     return 0;
 }
 
-static int forks(const char *path) {
+static int forks(const char* path) {
     struct k3_store store = {0};
     struct k3_store_completion lease, done;
     const uint32_t expert = 2, other = 3;
@@ -95,7 +95,7 @@ static int forks(const char *path) {
     return 0;
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
     if (argc == 5 && strcmp(argv[1], "signals") == 0) return signals(argv[2], atoi(argv[3]), atoi(argv[4]));
     if (argc == 3 && strcmp(argv[1], "fork") == 0) return forks(argv[2]);
     return 2;

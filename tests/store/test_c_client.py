@@ -128,7 +128,7 @@ def test_the_daemon_goes(lease: Path, built: Built, tmp_path: Path) -> None:
 def test_signals_end_nothing(disturbed: Path, daemon: Inside, number: signal.Signals, restart: int) -> None:
     """A wait whose time began anew with each signal would not end; one that gives up says that all is void."""
     daemon.server.inject("stall", argument=60_000)
-    command = [disturbed, "signals", daemon.socket, str(int(number)), str(restart)]
+    command = [str(disturbed), "signals", str(daemon.socket), str(int(number)), str(restart)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         said = program.stdout.readline()
@@ -139,7 +139,7 @@ def test_signals_end_nothing(disturbed: Path, daemon: Inside, number: signal.Sig
 
 
 def test_a_forked_child_leaves_its_parent_s_leases_alone(disturbed: Path, daemon: Inside) -> None:
-    command = [disturbed, "fork", daemon.socket]
+    command = [str(disturbed), "fork", str(daemon.socket)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as program:

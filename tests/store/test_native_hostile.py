@@ -360,7 +360,7 @@ def test_everything_starts_where_executable_memfds_are_refused(tmp_path: Path) -
 
 
 def test_memory_that_is_taken_away_ends_its_client_and_not_the_daemon() -> None:
-    """What the daemon does to a ring, on a memory without pages: unguarded it is SIGBUS and the process's end."""
+    """A ring without pages is touched as the daemon does it; unguarded, that is SIGBUS and the process's end."""
     script = textwrap.dedent("""
         import ctypes, os
         from k3.store import _store

@@ -472,6 +472,9 @@ def test_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         records, counts = world.records[0], world.pieces[0]
         with pytest.raises(ValueError, match=r"needs a slot of at least 36864 bytes, they have 16384"):
             server.set_layer(0, world.payload_bytes, counts, records)
+    with NativeServer(ServerSettings(slot_bytes=9 * 4096, slots=4, max_clients=1, quota=1)) as server:
+        for root, path in world.paths:
+            server.add_file(root, path, direct=False)
         with pytest.raises(ValueError, match="do not make up"):
             server.set_layer(0, world.payload_bytes + 1, counts, records)
         with pytest.raises(ValueError, match="do not add up"):
