@@ -52,7 +52,9 @@ from k3.kernels.weights import (
     quantize_int4_into,
     quantize_int8,
     quantize_int8_into,
+    widen,
     widen_bf16,
+    widen_f16,
 )
 
 __all__ = [
@@ -94,5 +96,7 @@ __all__ = [
     "tanh",
     "top_k",
     "usable_cpus",
+    "widen",
     "widen_bf16",
+    "widen_f16",
 ]

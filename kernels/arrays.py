@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
-Weights: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+Weights: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

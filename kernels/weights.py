@@ -38,7 +38,7 @@ class EncodedMatrix(Protocol):
 def quantize_int8(w: Weights) -> tuple[Bytes, Floats]:
     """`w` [R, K] as (q uint8 [R, K] in two's complement, scales float32 [R]).
 
-    `w` is uint16 (bfloat16 bit patterns) or float32. Raises NonFiniteError.
+    `w` is uint16 (bfloat16 bit patterns), float16 or float32. Raises NonFiniteError.
     """
     rows, columns = _matrix_shape(w)
     q = np.empty((rows, columns), np.uint8)
@@ -49,7 +49,7 @@ def quantize_int8(w: Weights) -> tuple[Bytes, Floats]:
 
 def quantize_int8_into(w: Weights, q: Bytes, scales: Floats) -> None:
     """The same into arrays of the caller. Their content is undefined after NonFiniteError."""
-    stored("w", w, np.uint16, np.float32)
+    stored("w", w, np.uint16, np.float16, np.float32)
     place = _kernels.quantize_int8(w, output("q", q, np.uint8), output("scales", scales, np.float32))
     if place is not None:
         raise NonFiniteError(*place)
@@ -69,7 +69,7 @@ def quantize_int4(w: Weights) -> tuple[Bytes, Floats]:
 
 def quantize_int4_into(w: Weights, q: Bytes, scales: Floats) -> None:
     """The same into arrays of the caller. Their content is undefined after NonFiniteError."""
-    stored("w", w, np.uint16, np.float32)
+    stored("w", w, np.uint16, np.float16, np.float32)
     place = _kernels.quantize_int4(w, output("q", q, np.uint8), output("scales", scales, np.float32))
     if place is not None:
         raise NonFiniteError(*place)
@@ -111,6 +111,21 @@ def widen_bf16(patterns: npt.NDArray[np.uint16]) -> Floats:
     return out.reshape(patterns.shape)
 
 
+def widen_f16(values: npt.NDArray[np.float16]) -> Floats:
+    """float16 numbers of any shape as float32, exactly."""
+    flat = np.ascontiguousarray(stored("values", values, np.float16).reshape(1, -1))
+    out = np.empty(flat.shape, np.float32)
+    _kernels.decode("f16", flat, None, out)
+    return out.reshape(values.shape)
+
+
+def widen(w: Weights) -> Floats:
+    """Weights as float32, exactly: bfloat16 patterns (uint16) and float16 widened, float32 as it is."""
+    if w.dtype == np.float16:
+        return widen_f16(w.view(np.float16))
+    return widen_bf16(w.view(np.uint16)) if w.dtype == np.uint16 else stored("w", w, np.float32)
+
+
 def first_difference(a: Bytes, b: Bytes) -> int:
     """Index of the first byte in which two equally long uint8 vectors differ, -1 when they are equal."""
     return _kernels.first_difference(stored("a", a, np.uint8), stored("b", b, np.uint8))
@@ -128,11 +143,11 @@ def matmul(x: Floats, w: EncodedMatrix, exact: bool = True) -> Floats:
 
 
 def encoding_of(w: EncodedMatrix) -> str:
-    """What the native code calls the encoding of `w`: "bf16", "f32", "int8" or "int4"."""
+    """What the native code calls the encoding of `w`: "bf16", "f16", "f32", "int8" or "int4"."""
     name = str(getattr(w.encoding, "value", w.encoding))
     if name != "raw":
         return name
-    return "bf16" if w.data.dtype == np.uint16 else "f32"
+    return {"uint16": "bf16", "float16": "f16"}.get(w.data.dtype.name, "f32")
 
 
 def matmul_encoded(
@@ -142,7 +157,7 @@ def matmul_encoded(
     encoding: str,
     exact: bool = True,
 ) -> Floats:
-    """`matmul` with the weights given as arrays; `encoding` is "bf16", "f32", "int8" or "int4"."""
+    """`matmul` with the weights given as arrays; `encoding` is "bf16", "f16", "f32", "int8" or "int4"."""
     x = activations("x", x, 2)
     if data.ndim != 2:
         raise ValueError(f"weights must be a matrix, not shape {data.shape}")

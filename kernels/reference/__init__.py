@@ -44,6 +44,7 @@ from k3.kernels.reference.quantize import (
     unpack_int4,
     unpack_mxfp4,
     widen_bf16,
+    widen_f16,
 )
 
 __all__ = [
@@ -80,4 +81,5 @@ __all__ = [
     "unpack_int4",
     "unpack_mxfp4",
     "widen_bf16",
+    "widen_f16",
 ]

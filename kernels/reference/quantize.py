@@ -17,6 +17,11 @@ def widen_bf16(patterns: npt.NDArray[np.uint16]) -> Floats:
     return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def widen_f16(values: npt.NDArray[np.float16]) -> Floats:
+    """Every float16, the subnormal ones too, is a float32 of the same value."""
+    return values.astype(np.float32)
+
+
 def quantize_int8(w: Weights) -> tuple[Bytes, Floats]:
     """One scale per row."""
     values = _finite(w)
@@ -84,7 +89,10 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _finite(w: Weights) -> Floats:
-    values = widen_bf16(w.view(np.uint16)) if w.dtype == np.uint16 else w.view(np.float32)
+    if w.dtype == np.float16:
+        values = widen_f16(w.view(np.float16))
+    else:
+        values = widen_bf16(w.view(np.uint16)) if w.dtype == np.uint16 else w.view(np.float32)
     bad = np.argwhere(~np.isfinite(values))
     if len(bad):
         row, column = int(bad[0][0]), int(bad[0][1])

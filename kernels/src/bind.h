@@ -23,6 +23,11 @@ using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 // An input whose dtype is looked at later.
 using AnyIn = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
+inline bool is_half(const AnyIn& array) {
+    const nb::dlpack::dtype half = {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+    return array.dtype() == half;
+}
+
 // Runs `work` without the interpreter's lock.
 template <class Work>
 auto unlocked(const Work& work) {

@@ -43,10 +43,9 @@ void bind_kda_heads(const In<float>& q, const In<float>& k, const In<float>& v, 
 
 CacheType cache_type(const AnyIn& cache, const char* name) {
     require(cache, name, {-1, -1});
-    const nb::dlpack::dtype half = {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
     if (cache.dtype() == nb::dtype<float>()) return CacheType::F32;
     if (cache.dtype() == nb::dtype<uint16_t>()) return CacheType::BF16;
-    if (cache.dtype() == half) return CacheType::F16;
+    if (is_half(cache)) return CacheType::F16;
     throw nb::type_error(
         (std::string(name) + " must be float32, float16 or uint16 (bfloat16 bit patterns)").c_str());
 }

@@ -22,9 +22,10 @@ const T* typed(const AnyIn& array, const char* name) {
 Rows rows_of(const AnyIn& w) {
     require(w, "w", {-1, -1});
     const int64_t columns = static_cast<int64_t>(w.shape(1));
-    if (w.dtype() == nb::dtype<uint16_t>()) return {true, columns, w.data()};
-    if (w.dtype() == nb::dtype<float>()) return {false, columns, w.data()};
-    throw nb::type_error("w must be uint16 (bfloat16 bit patterns) or float32");
+    if (w.dtype() == nb::dtype<uint16_t>()) return {Encoding::BF16, columns, w.data()};
+    if (is_half(w)) return {Encoding::F16, columns, w.data()};
+    if (w.dtype() == nb::dtype<float>()) return {Encoding::F32, columns, w.data()};
+    throw nb::type_error("w must be uint16 (bfloat16 bit patterns), float16 or float32");
 }
 
 // None, or (row, column, value) of the first value that is not finite.
@@ -132,6 +133,11 @@ Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, con
     if (encoding == "bf16") {
         require(data, "data", {rows, columns});
         return {Encoding::BF16, rows, columns, typed<uint16_t>(data, "data"), nullptr, nullptr};
+    }
+    if (encoding == "f16") {
+        require(data, "data", {rows, columns});
+        if (!is_half(data)) throw nb::type_error("data has the wrong dtype");
+        return {Encoding::F16, rows, columns, data.data(), nullptr, nullptr};
     }
     if (encoding == "f32") {
         require(data, "data", {rows, columns});

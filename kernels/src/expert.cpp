@@ -87,7 +87,7 @@ ExpertRefusal with_int8(const float* z, int64_t rows, const Expert& expert, floa
     // Once more and in one piece, to find it: this happens once, to a broken model.
     Piece whole;
     const float* h = situ_of(0, w1.rows, whole);
-    return {Refused::HIDDEN, find_nonfinite(Rows{false, w1.rows, h}, rows)};
+    return {Refused::HIDDEN, find_nonfinite(Rows{Encoding::F32, w1.rows, h}, rows)};
 }
 
 ExpertRefusal with_floats(const float* z, int64_t rows, const Expert& expert, float* y) {

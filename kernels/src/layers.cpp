@@ -16,7 +16,8 @@ Matrix row_range(const Matrix& w, int64_t begin, int64_t count) {
     Matrix part = w;
     part.rows = count;
     switch (w.encoding) {
-        case Encoding::BF16: part.data = static_cast<const uint16_t*>(w.data) + begin * w.columns; break;
+        case Encoding::BF16:
+        case Encoding::F16: part.data = static_cast<const uint16_t*>(w.data) + begin * w.columns; break;
         case Encoding::F32: part.data = static_cast<const float*>(w.data) + begin * w.columns; break;
         case Encoding::INT8:
             part.data = static_cast<const uint8_t*>(w.data) + begin * w.columns;

@@ -5,7 +5,7 @@
 
 namespace k3 {
 
-enum class Encoding : int { BF16, F32, INT8, INT4, MXFP4 };
+enum class Encoding : int { BF16, F16, F32, INT8, INT4, MXFP4 };
 
 constexpr int64_t kInt4Group = 64;        // columns that share a scale in INT4
 constexpr int64_t kMxGroup = 32;          // columns that share a scale byte in MXFP4
@@ -18,6 +18,7 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A weight matrix [rows, columns], row-major.
 //   BF16   data uint16 [rows, columns]
+//   F16    data uint16 [rows, columns], patterns of binary16
 //   F32    data float [rows, columns]
 //   INT8   data int8 [rows, columns], scales float [rows]
 //   INT4   data uint8 [rows, ceil(columns / 2)], biased by 8, low nibble first; scales float [rows,
@@ -32,9 +33,9 @@ struct Matrix {
     const uint8_t* exponents;
 };
 
-// Rows to be quantized: BF16 or F32.
+// Rows to be quantized: BF16, F16 or F32.
 struct Rows {
-    bool bf16;
+    Encoding encoding;
     int64_t columns;
     const void* data;
 };

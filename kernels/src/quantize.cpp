@@ -15,11 +15,14 @@ namespace {
 int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, columns)); }
 
 float value_at(const Rows& w, int64_t index) {
-    if (!w.bf16) return static_cast<const float*>(w.data)[index];
-    const uint32_t pattern = uint32_t{static_cast<const uint16_t*>(w.data)[index]} << 16;
+    if (w.encoding == Encoding::F32) return static_cast<const float*>(w.data)[index];
+    const uint32_t stored = static_cast<const uint16_t*>(w.data)[index], rest = stored & 0x7fff;
+    const bool half = w.encoding == Encoding::F16;
+    const uint32_t pattern = half ? rest << 13 | (rest >= 0x7c00 ? 0x7f800000u : 0u) : stored << 16;
     float value;
     std::memcpy(&value, &pattern, sizeof value);
-    return value;
+    if (!half) return value;
+    return (stored & 0x8000 ? -value : value) * 0x1p112f;  // as from_f16 of simd/decode.h
 }
 
 template <class Quantizer>

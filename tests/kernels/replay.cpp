@@ -78,6 +78,7 @@ public:
     // Encoding, data and scales of a matrix.
     Matrix matrix(int64_t rows, int64_t columns) {
         static const std::map<std::string, Encoding> encodings = {{"bf16", Encoding::BF16},
+                                                                  {"f16", Encoding::F16},
                                                                   {"f32", Encoding::F32},
                                                                   {"int8", Encoding::INT8},
                                                                   {"int4", Encoding::INT4},
@@ -105,7 +106,10 @@ std::string place_of(const NonFinite& place) { return place.found ? words({place
 
 std::string quantized(Call& c, bool (*quantize)(const Rows&, int64_t, uint8_t*, float*)) {
     const Argument& w = c.next();
-    const Rows rows = {w.word == "uint16", w.shape[1], w.block.get()};
+    const Encoding encoding = w.word == "uint16"    ? Encoding::BF16
+                              : w.word == "float16" ? Encoding::F16
+                                                    : Encoding::F32;
+    const Rows rows = {encoding, w.shape[1], w.block.get()};
     uint8_t* q = c.array<uint8_t>();
     return quantize(rows, w.shape[0], q, c.floats()) ? "-" : place_of(find_nonfinite(rows, w.shape[0]));
 }

@@ -56,7 +56,7 @@ def test_everything_public_is_listed_and_documented() -> None:
     [
         lambda: kernels.quantize_int8(np.zeros((2, 3), np.int16)),
         lambda: kernels.quantize_int8(np.zeros((2, 3), np.float64)),
-        lambda: kernels.quantize_int4(np.zeros((2, 3), np.float16)),
+        lambda: kernels.quantize_int4(np.zeros((2, 3), np.uint32)),
         lambda: kernels.widen_bf16(np.zeros(3, np.int16)),
         lambda: kernels.dequantize_int8(np.zeros((2, 3), np.int8), np.zeros(2, np.float32)),
         lambda: kernels.first_difference(np.zeros(3, np.int8), np.zeros(3, np.uint8)),

@@ -23,6 +23,17 @@ def test_every_bfloat16_is_widened_exactly(everyway) -> None:
     assert kernels.widen_bf16(np.zeros((2, 0, 3), np.uint16)).shape == (2, 0, 3)
 
 
+def test_every_float16_is_widened_exactly(everyway, same_bits) -> None:
+    values = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(64, 1024)
+    (wide,) = everyway(lambda: kernels.widen_f16(values))
+    same_bits(wide, values.astype(np.float32))
+    same_bits(reference.widen_f16(values), values.astype(np.float32))
+    assert kernels.widen_f16(np.zeros((2, 0, 3), np.float16)).shape == (2, 0, 3)
+    assert kernels.widen(values).shape == values.shape
+    single = np.ones((2, 3), np.float32)
+    assert kernels.widen(single) is single
+
+
 def test_every_nibble_under_every_scale(everyway, same_bits) -> None:
     """16 nibbles in both halves of a byte times 255 scale bytes, against exact arithmetic."""
     low = np.arange(16, dtype=np.uint8)

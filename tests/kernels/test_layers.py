@@ -176,6 +176,9 @@ def matrix(encoding: str, w: np.ndarray) -> tuple[SimpleNamespace, np.ndarray]:
     if encoding == "raw":
         data = (w.view(np.uint32) >> 16).astype(np.uint16)
         dense = reference.widen_bf16(data)
+    elif encoding == "half":
+        data = w.astype(np.float16)
+        encoding, dense = "raw", data.astype(np.float32)
     elif encoding == "int8":
         data, scales = reference.quantize_int8(w)
         dense = reference.dequantize_int8(data, scales)
@@ -187,7 +190,7 @@ def matrix(encoding: str, w: np.ndarray) -> tuple[SimpleNamespace, np.ndarray]:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    encoding=st.sampled_from(["raw", "f32", "int8", "int4"]),
+    encoding=st.sampled_from(["raw", "half", "f32", "int8", "int4"]),
     sizes=st.tuples(*[st.integers(1, 6)] * 4, st.integers(1, 100)),
     seed=SEEDS,
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from k3 import kernels
 from k3.kernels import reference
 
-ENCODINGS = ("bf16", "f32", "int8", "int4")
+ENCODINGS = ("bf16", "f16", "f32", "int8", "int4")
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 300), st.integers(1, 40))
 
 
@@ -28,6 +28,11 @@ def weights(encoding: str, rows: int, columns: int, rng: np.random.Generator) ->
         data = (w.view(np.uint32) >> 16).astype(np.uint16)
         return SimpleNamespace(
             encoding="raw", shape=w.shape, data=data, scales=None, dense=reference.widen_bf16(data)
+        )
+    if encoding == "f16":
+        data = np.clip(w, -65504, 65504).astype(np.float16)
+        return SimpleNamespace(
+            encoding="raw", shape=w.shape, data=data, scales=None, dense=data.astype(np.float32)
         )
     if encoding == "int8":
         q, scales = reference.quantize_int8(w)
@@ -50,7 +55,7 @@ def test_equal_to_the_definition_however_it_runs(everyway, same_bits, encoding, 
     (together,) = everyway(lambda: kernels.matmul(x, w, exact))
     (alone,) = everyway(lambda: np.concatenate([kernels.matmul(x[s : s + 1], w, exact) for s in range(rows)]))
     same_bits(together, alone)
-    if exact or encoding in ("bf16", "f32"):
+    if exact or encoding in ("bf16", "f16", "f32"):
         same_bits(together, reference.matmul_exact(x, w.dense))
     elif encoding == "int8":
         same_bits(together, reference.matmul_int8(x, w.data, w.scales))

@@ -26,6 +26,14 @@ def bf16_matrices() -> st.SearchStrategy[np.ndarray]:
     return SHAPES.flatmap(lambda shape: hnp.arrays(np.uint16, shape, elements=PATTERNS, fill=st.just(0)))
 
 
+def f16_matrices() -> st.SearchStrategy[np.ndarray]:
+    """All finite float16, subnormal and largest ones often."""
+    edges = st.sampled_from([0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF, 0x3C00])
+    patterns = st.one_of(edges, st.integers(0, 0xFFFF).filter(lambda p: p & 0x7C00 != 0x7C00))
+    halves = SHAPES.flatmap(lambda shape: hnp.arrays(np.uint16, shape, elements=patterns, fill=st.just(0)))
+    return halves.map(lambda w: w.view(np.float16))
+
+
 def float_matrices() -> st.SearchStrategy[np.ndarray]:
     values = st.floats(width=32, allow_nan=False, allow_infinity=False)
     return SHAPES.flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=values))
@@ -50,7 +58,7 @@ def _with_limits(w: np.ndarray) -> np.ndarray:
 
 
 @settings(max_examples=150, deadline=None)
-@given(w=st.one_of(bf16_matrices(), float_matrices(), tie_matrices()))
+@given(w=st.one_of(bf16_matrices(), f16_matrices(), float_matrices(), tie_matrices()))
 @example(w=np.zeros((2, 1), np.uint16))
 @example(w=np.full((1, 65), BF16_MAX, np.uint16))
 @example(w=np.full((3, 63), 0x8000, np.uint16))
@@ -126,6 +134,15 @@ def test_bf16_and_its_widened_form_agree() -> None:
             np.testing.assert_array_equal(a, b)
 
 
+def test_float16_and_its_widened_form_agree(everyway, same_bits) -> None:
+    every = np.arange(1 << 16).astype(np.uint16).view(np.float16)
+    w = np.where(np.isfinite(every), every, np.float16(1)).reshape(256, 256)
+    for quantize in (kernels.quantize_int8, kernels.quantize_int4):
+        narrow = everyway(lambda quantize=quantize: quantize(w))
+        for a, b in zip(narrow, quantize(w.astype(np.float32)), strict=True):
+            same_bits(a, b)
+
+
 def test_a_row_of_zeros_has_the_smallest_scale() -> None:
     q, scales = kernels.quantize_int8(np.zeros((1, 3), np.float32))
     assert not q.any()
@@ -139,15 +156,15 @@ def test_a_row_of_zeros_has_the_smallest_scale() -> None:
 @given(
     shape=SHAPES,
     bad=st.sampled_from([np.inf, -np.inf, np.nan]),
-    bf16=st.booleans(),
+    kind=st.sampled_from(["bfloat16", "float16", "float32"]),
     where=st.tuples(st.integers(0), st.integers(0)),
 )
-def test_the_first_value_that_is_not_finite_is_named(everyway, shape, bad, bf16, where) -> None:
+def test_the_first_value_that_is_not_finite_is_named(everyway, shape, bad, kind, where) -> None:
     row, column = where[0] % shape[0], where[1] % shape[1]
     w = np.ones(shape, np.float32)
     w[row, column] = bad
     w[-1, -1] = np.nan if (row, column) != (shape[0] - 1, shape[1] - 1) else bad
-    stored = (w.view(np.uint32) >> 16).astype(np.uint16) if bf16 else w
+    stored = (w.view(np.uint32) >> 16).astype(np.uint16) if kind == "bfloat16" else w.astype(kind)
     for quantize in (kernels.quantize_int8, kernels.quantize_int4):
 
         def place(quantize=quantize) -> np.ndarray:

@@ -110,6 +110,8 @@ def encoded(encoding: str, w: np.ndarray) -> SimpleNamespace:
     data, scales = w, None
     if encoding == "raw":
         data = bf16(w)
+    elif encoding == "half":
+        encoding, data = "raw", w.astype(np.float16)
     elif encoding in ("int8", "int4"):
         data, scales = (reference.quantize_int8 if encoding == "int8" else reference.quantize_int4)(w)
         data[0, 0] = 0x80 if encoding == "int8" else 0  # the lowest; not written by us, but a byte
@@ -119,10 +121,11 @@ def encoded(encoding: str, w: np.ndarray) -> SimpleNamespace:
 def quantizers(rng: np.random.Generator) -> None:
     for columns, rows in itertools.product(EDGES, (1, 3, 9)):
         w = normal(rng, rows, columns)
-        for rows_of_w in (w, bf16(w)):
+        for rows_of_w in (w, bf16(w), w.astype(np.float16)):
             kernels.dequantize_int8(*kernels.quantize_int8(rows_of_w))
             kernels.dequantize_int4(*kernels.quantize_int4(rows_of_w), columns)
         kernels.widen_bf16(bf16(w))
+        kernels.widen_f16(w.astype(np.float16))
         w[rows - 1, columns - 1] = np.inf
         for quantize in (kernels.quantize_int8, kernels.quantize_int4):
             with pytest.raises(NonFiniteError):
@@ -147,7 +150,7 @@ def quantizers(rng: np.random.Generator) -> None:
 
 
 def products(rng: np.random.Generator) -> None:
-    encodings = ("raw", "f32", "int8", "int4")
+    encodings = ("raw", "half", "f32", "int8", "int4")
     for encoding, columns, out_rows in itertools.product(encodings, EDGES, (1, 3, 4, 5, 15, 16, 17, 33)):
         w = encoded(encoding, normal(rng, out_rows, columns))
         for exact in (True, False):
@@ -240,7 +243,7 @@ def layers(rng: np.random.Generator) -> None:
         kernels.latent_attention(
             normal(rng, tokens, heads, width), normal(rng, tokens, heads, rope_width), *caches, 0.2
         )
-    for encoding, width in itertools.product(("raw", "f32", "int8", "int4"), EDGES):
+    for encoding, width in itertools.product(("raw", "half", "f32", "int8", "int4"), EDGES):
         tokens, heads, key_dim, value_dim = map(int, rng.integers(1, 7, 4))
         kv_b = encoded(encoding, normal(rng, heads * (key_dim + value_dim), width))
         kernels.absorb_query(normal(rng, tokens, heads, key_dim), kv_b, value_dim)

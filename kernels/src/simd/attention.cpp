@@ -83,30 +83,6 @@ void all(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_
     }
 }
 
-// binary16 as float32, exact. Below the exponent of infinity the pattern, moved to float32's place and taken as
-// such, is too small by 2^112, subnormal numbers too.
-#if defined(__AVX512F__)
-K3_INLINE F16 from_f16(const uint16_t* p) {
-    return (F16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-}
-#else
-K3_INLINE F16 from_f16(const uint16_t* p) {
-    uint32_t moved[kLanes], sign[kLanes];
-    float value[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-        const uint32_t rest = p[i] & 0x7fff;
-        sign[i] = (uint32_t)(p[i] & 0x8000) << 16;
-        moved[i] = rest << 13 | (rest >= 0x7c00 ? 0x7f800000u : 0u);
-    }
-    memcpy(value, moved, sizeof value);
-    for (int i = 0; i < kLanes; ++i) value[i] = value[i] * 0x1p112f;  // infinity and NaN stay what they are
-    memcpy(moved, value, sizeof moved);
-    for (int i = 0; i < kLanes; ++i) moved[i] |= sign[i];
-    memcpy(value, moved, sizeof value);
-    return load(value);
-}
-#endif
-
 // The sums of sixteen registers, each by the tree of lanes.h.
 #if defined(__AVX512F__)
 K3_INLINE __m512 halves_added(const F16& a, const F16& b) {  // eight lanes of a, eight of b
@@ -198,6 +174,7 @@ void weighted_sum(const float* p, int64_t rows, int64_t p_stride, const Matrix& 
     };
     switch (w.encoding) {
         case Encoding::BF16: return of(SourceBf16{});
+        case Encoding::F16: return of(SourceF16{});
         case Encoding::F32: return of(SourceF32{});
         case Encoding::INT8: return of(SourceInt8{});
         case Encoding::INT4: return of(SourceInt4{});

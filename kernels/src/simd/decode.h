@@ -45,6 +45,30 @@ K3_INLINE F16 from_bf16(const uint16_t* p) {
 }
 #endif
 
+// binary16 as float32, exact. Below the exponent of infinity the pattern, moved to float32's place and taken as
+// such, is too small by 2^112, subnormal numbers too.
+#if defined(__AVX512F__)
+K3_INLINE F16 from_f16(const uint16_t* p) {
+    return (F16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+#else
+K3_INLINE F16 from_f16(const uint16_t* p) {
+    uint32_t moved[kLanes], sign[kLanes];
+    float value[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+        const uint32_t rest = p[i] & 0x7fff;
+        sign[i] = (uint32_t)(p[i] & 0x8000) << 16;
+        moved[i] = rest << 13 | (rest >= 0x7c00 ? 0x7f800000u : 0u);
+    }
+    memcpy(value, moved, sizeof value);
+    for (int i = 0; i < kLanes; ++i) value[i] = value[i] * 0x1p112f;  // infinity and NaN stay what they are
+    memcpy(moved, value, sizeof moved);
+    for (int i = 0; i < kLanes; ++i) moved[i] |= sign[i];
+    memcpy(value, moved, sizeof value);
+    return load(value);
+}
+#endif
+
 // INT4 stores weight + 8. MXFP4 nibbles are E2M1: bit 3 the sign, {0, .5, 1, 1.5, 2, 3, 4, 6} by the others;
 // doubled they are integers, but for the sign of zero, which only the float32 form keeps.
 alignas(16) static const int8_t kInt4Table[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
@@ -134,6 +158,18 @@ struct SourceBf16 {
     }
 };
 
+struct SourceF16 {
+    static constexpr int kStepBytes = 32;
+    const uint16_t* row;
+    K3_INLINE_MEMBER const char* bytes() const { return (const char*)row; }
+    K3_INLINE_MEMBER F16 at(int64_t k) const { return from_f16(row + k); }
+    K3_INLINE_MEMBER F16 first(int64_t k, int64_t n) const {
+        uint16_t part[kLanes] = {};
+        memcpy(part, row + k, n * sizeof *part);
+        return from_f16(part);
+    }
+};
+
 struct SourceInt8 {
     static constexpr int kStepBytes = 16;
     const int8_t* row;
@@ -181,6 +217,9 @@ K3_INLINE void source_of(SourceF32& s, const Matrix& w, int64_t r) {
     s.row = (const float*)w.data + r * w.columns;
 }
 K3_INLINE void source_of(SourceBf16& s, const Matrix& w, int64_t r) {
+    s.row = (const uint16_t*)w.data + r * w.columns;
+}
+K3_INLINE void source_of(SourceF16& s, const Matrix& w, int64_t r) {
     s.row = (const uint16_t*)w.data + r * w.columns;
 }
 K3_INLINE void source_of(SourceInt8& s, const Matrix& w, int64_t r) {

@@ -141,6 +141,7 @@ void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_
             float* scratch) {
     switch (w.encoding) {
         case Encoding::BF16: return product<SourceBf16>(x, rows, w, begin, end, y, scratch);
+        case Encoding::F16: return product<SourceF16>(x, rows, w, begin, end, y, scratch);
         case Encoding::F32: return product<SourceF32>(x, rows, w, begin, end, y, scratch);
         case Encoding::INT8: return product<SourceInt8>(x, rows, w, begin, end, y, scratch);
         case Encoding::INT4: return product<SourceInt4>(x, rows, w, begin, end, y, scratch);
@@ -151,6 +152,7 @@ void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_
 void decode(const Matrix& w, int64_t begin, int64_t end, float* out) {
     switch (w.encoding) {
         case Encoding::BF16: return decode_rows<SourceBf16>(w, begin, end, out);
+        case Encoding::F16: return decode_rows<SourceF16>(w, begin, end, out);
         case Encoding::F32: return decode_rows<SourceF32>(w, begin, end, out);
         case Encoding::INT8: return decode_rows<SourceInt8>(w, begin, end, out);
         case Encoding::INT4: return decode_rows<SourceInt4>(w, begin, end, out);

@@ -340,6 +340,7 @@ bool matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t e
         case Encoding::INT4: return product<TileInt4>(x, w, begin, end, y, stride);
         case Encoding::MXFP4: return product<TileMx>(x, w, begin, end, y, stride);
         case Encoding::BF16:
+        case Encoding::F16:
         case Encoding::F32: break;  // never asked for: these are multiplied exactly
     }
     return false;

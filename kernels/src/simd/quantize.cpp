@@ -124,8 +124,8 @@ bool int4_row(const Source& w, int64_t columns, uint8_t* q, float* scales) {
 }
 
 template <class Source, class Row>
-bool rows(const Rows& w, int64_t begin, int64_t end, const Row& row) {
-    const Matrix view = {Encoding::BF16, 0, w.columns, w.data, nullptr, nullptr};
+bool rows_from(const Rows& w, int64_t begin, int64_t end, const Row& row) {
+    const Matrix view = {w.encoding, 0, w.columns, w.data, nullptr, nullptr};
     Source source;
     for (int64_t r = begin; r < end; ++r) {
         source_of(source, view, r);
@@ -134,13 +134,20 @@ bool rows(const Rows& w, int64_t begin, int64_t end, const Row& row) {
     return true;
 }
 
+template <class Row>
+bool rows(const Rows& w, int64_t begin, int64_t end, const Row& row) {
+    if (w.encoding == Encoding::BF16) return rows_from<SourceBf16>(w, begin, end, row);
+    if (w.encoding == Encoding::F16) return rows_from<SourceF16>(w, begin, end, row);
+    return rows_from<SourceF32>(w, begin, end, row);
+}
+
 }  // namespace
 
 bool quantize_int8(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float* scales) {
     const auto row = [&](const auto& source, int64_t r) {
         return int8_row(source, w.columns, q + r * w.columns, scales + r);
     };
-    return w.bf16 ? rows<SourceBf16>(w, begin, end, row) : rows<SourceF32>(w, begin, end, row);
+    return rows(w, begin, end, row);
 }
 
 bool quantize_int4(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float* scales) {
@@ -148,7 +155,7 @@ bool quantize_int4(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float*
     const auto row = [&](const auto& source, int64_t r) {
         return int4_row(source, w.columns, q + r * bytes, scales + r * groups);
     };
-    return w.bf16 ? rows<SourceBf16>(w, begin, end, row) : rows<SourceF32>(w, begin, end, row);
+    return rows(w, begin, end, row);
 }
 
 bool quantize_groups(const float* x, int64_t columns, int64_t row, int64_t first_group,
