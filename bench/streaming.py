@@ -31,11 +31,11 @@ from pathlib import Path
 import numpy as np
 
 from k3 import kernels
+from k3.container.architecture import ModelConfig
 from k3.container.huge_pages import HugePages
 from k3.container.pages import huge_buffer, populate
 from k3.container.reader import Container
 from k3.engine.ceilings import MemoryMeter
-from k3.engine.config import ModelConfig
 from k3.engine.lookahead import Array, LookAhead
 from k3.engine.model import Model
 from k3.engine.model_options import ModelOptions

@@ -22,6 +22,7 @@ from typing import Any
 
 from k3.container.errors import HeaderError, K3Error, ShardError
 from k3.container.keys import DTYPE_BITS, PAGE_BYTES, tensor_bytes
+from k3.container.placeholder import placeholder
 from k3.container.regular_file import RegularFile
 from k3.container.strict_json import parse_object
 from k3.container.wording import NAME_CHARACTERS_MAX, is_plain, shown, shown_name
@@ -36,14 +37,7 @@ _ENTRY_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 _REFETCH = "Fetch the file again"
 _INCOMPLETE = "The download is incomplete or the file was cut: fetch it again"
 
-_LOOKS_LIKE = (
-    (
-        b"version https://git-lfs",
-        "is a git-lfs pointer, not the file itself",
-        "Run `git lfs pull` in its folder",
-    ),
-    (b"<!doctype", "is a web page, not the file itself", "Fetch it again; a login may be needed"),
-    (b"<html", "is a web page, not the file itself", "Fetch it again; a login may be needed"),
+_OTHER_FORMATS = (
     (b"gguf", "is a GGUF file, not safetensors", "Name the original safetensors snapshot"),
     (b"pk\x03\x04", "is a zip archive or PyTorch file, not safetensors", "Name a safetensors snapshot"),
 )
@@ -85,7 +79,10 @@ def header_length(start: bytes, file_bytes: int, path: Path) -> int:
     """
     if file_bytes == 0:
         raise ShardError("is empty", path=path, advice="The download never began: fetch it again")
-    for magic, problem, advice in _LOOKS_LIKE:
+    instead = placeholder(start)
+    if instead is not None:
+        raise ShardError(instead[0], path=path, advice=instead[1])
+    for magic, problem, advice in _OTHER_FORMATS:
         if start[: len(magic)].lower() == magic:
             raise ShardError(problem, path=path, advice=advice)
     if file_bytes < LENGTH_BYTES:
@@ -140,7 +137,7 @@ def parse_header(raw: bytes, file_bytes: int, path: Path) -> Header:
     fields = parse_object(
         text, what="the header", path=path, error=HeaderError, advice=_REFETCH, offset=LENGTH_BYTES
     )
-    metadata = _metadata(fields.pop(_METADATA, {}), path)
+    metadata = _metadata(fields.pop(_METADATA, None), path)
     tensors = _tensors(fields, header_bytes, path)
     _check_cover(tensors, header_bytes, file_bytes, path)
     return Header(header_bytes, file_bytes, metadata, tensors)
@@ -174,6 +171,8 @@ def build_header(
 
 
 def _metadata(value: Any, path: Path) -> Mapping[str, str]:
+    if value is None:  # the `safetensors` package takes null for none, too
+        return {}
     if type(value) is not dict or not all(type(text) is str for text in value.values()):
         raise HeaderError(
             "__metadata__ is not a table of strings",

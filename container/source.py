@@ -24,7 +24,7 @@ class EncodedTensor:
     """A dense tensor in memory, as stored.
 
     `shape` and `dtype` are the source's. `data` holds, by encoding:
-    RAW   the source's dtype (BF16 as uint16 bit patterns), shape `shape`
+    RAW   the source's dtype (BF16 as uint16 bit patterns, F16 as float16), shape `shape`
     F32   float32, shape `shape`
     INT8  uint8 (two's complement), [rows, columns]; `scales` float32 [rows]
     INT4  uint8, [rows, ceil(columns / 2)]; `scales` float32 [rows, ceil(columns / 64)]

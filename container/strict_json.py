@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from k3.container.errors import K3Error
+from k3.container.placeholder import placeholder
 from k3.container.wording import shown
 
 
@@ -39,6 +40,9 @@ def parse_object(
         place = None if at is None else offset + at
         return error(f"{what} {problem}", path=path, offset=place, advice=advice)
 
+    instead = placeholder(data)
+    if instead is not None:
+        raise error(instead[0], path=path, advice=instead[1])
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as bad:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from k3 import kernels
 from k3.container.errors import QuantizeError, UnsupportedError
+from k3.container.k3_tensors import REAL_DTYPES
 from k3.container.keys import Encoding
 from k3.container.regular_file import RegularFile
 from k3.container.shard import SourceTensor
@@ -38,7 +39,7 @@ NUMPY_DTYPES: dict[str, str] = {
 def read_tensor(path: Path, tensor: SourceTensor, encoding: Encoding) -> EncodedTensor:
     """Read `tensor` from `path` as `encoding`.
 
-    Every encoding but RAW needs two dimensions and BF16 or F32 (UnsupportedError). QuantizeError names the
+    Every encoding but RAW needs two dimensions and BF16, F16 or F32 (UnsupportedError). QuantizeError names the
     first weight that is not finite; ShardError and DriveError when the bytes cannot be read.
     """
     with RegularFile(path) as file:
@@ -50,12 +51,12 @@ def read_tensor(path: Path, tensor: SourceTensor, encoding: Encoding) -> Encoded
 
 
 def _read_encoded(file: RegularFile, tensor: SourceTensor, encoding: Encoding) -> EncodedTensor:
-    if len(tensor.shape) != 2 or tensor.dtype not in ("BF16", "F32"):
+    if len(tensor.shape) != 2 or tensor.dtype not in REAL_DTYPES:
         raise UnsupportedError(
             f"{tensor.dtype} {tensor.shape} cannot be stored as {encoding.value}",
             path=file.path,
             tensor=tensor.name,
-            advice="Only matrices in BF16 or F32 can",
+            advice=f"Only matrices in {' or '.join(REAL_DTYPES)} can",
         )
     rows, columns = tensor.shape
     data, scales = _empty_result(rows, columns, encoding)
@@ -66,7 +67,7 @@ def _read_encoded(file: RegularFile, tensor: SourceTensor, encoding: Encoding) -
         _fill(file, tensor.offset + first * row_bytes, block)
         last = first + len(block)
         if encoding is Encoding.F32:
-            data[first:last] = kernels.widen_bf16(block) if tensor.dtype == "BF16" else block
+            data[first:last] = kernels.widen(block)
             continue
         assert scales is not None
         data[first:last], scales[first:last] = _quantize(block, encoding, file.path, tensor, first)

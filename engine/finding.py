@@ -11,24 +11,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3.container import checksum
-from k3.container.direct import drive_error
+from k3.container.architecture import ModelConfig, parse_layers
 from k3.container.errors import ConfigError, DamageError
 from k3.container.hf_cache import snapshot_directory
 from k3.container.modelconfig import CONFIG_NAME, load_config
 from k3.container.reader import Container, unused_places
 from k3.container.recipe import Recipe
-from k3.engine.config import ModelConfig, parse_layers, token_ids
-from k3.engine.plan import Source
+from k3.container.regular_file import read_small_file
+from k3.container.tensor_names import check_expert_layers, check_experts, check_tensors, needed_names
+from k3.container.vocabulary import (
+    GENERATION_NAME,
+    RANKS_NAME,
+    SPECIAL_NAMES_NAME,
+    parse_eos_ids,
+    parse_vocabulary,
+)
+from k3.engine.plan import Source, dtype_and_shape
 from k3.engine.settings import ModelSettings, SettingsError
-from k3.engine.tensor_names import check_shapes, needed_names
-from k3.engine.tokenizer import Tokenizer, read_json_object
+from k3.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from k3.engine.attaching import Attachment
 
+TEXT_BYTES_MAX = 64 << 20
+"""Most bytes of a model's small file; those of the published K3 have at most 3 MB."""
+
 DEFAULT_BITS = 8
 
-_VOCABULARY_FILES = ("tiktoken.model", "tokenizer_config.json")
+_VOCABULARY_FILES = (RANKS_NAME, SPECIAL_NAMES_NAME)
+
+_IDS_STILL_WORK = "Without it only --ids works: token ids in, token ids out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +68,33 @@ class OpenedModel:
 
     def tokenizer(self) -> Tokenizer:
         """The model's vocabulary. ConfigError when its files are missing or do not fit."""
-        ranks, names = map(self._text_file, _VOCABULARY_FILES)
-        return Tokenizer.load(ranks, names, self.config.vocab)
+        ranks, names = self._text_file(RANKS_NAME), self._text_file(SPECIAL_NAMES_NAME)
+        if ranks is None:
+            raise ConfigError(f"the model has no {RANKS_NAME}, so text cannot be encoded", advice=_IDS_STILL_WORK)
+        if names is None:
+            raise ConfigError(
+                f"the model has no {SPECIAL_NAMES_NAME}, so its special tokens have no names",
+                advice=_IDS_STILL_WORK,
+            )
+        return Tokenizer(parse_vocabulary(ranks[1], ranks[0], names[1], names[0], self.config.vocab))
 
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation: generation_config.json's, else config.json's."""
-        path = self._text_file("generation_config.json")
-        value = None if path is None else read_json_object(path).get("eos_token_id")
-        if path is None or value is None:
-            return self.config.eos_ids
-        ids = token_ids(value, "eos_token_id", path)
-        if max(ids) >= self.config.vocab:
-            raise ConfigError(f"eos_token_id {max(ids)} is outside the vocabulary", path=path)
-        return ids
+        file = self._text_file(GENERATION_NAME)
+        ids = None if file is None else parse_eos_ids(file[1], file[0], self.config.vocab)
+        return self.config.eos_ids if ids is None else ids
 
-    def _text_file(self, name: str) -> Path | None:
-        """A small file of the model, or None. In a container it must be what its digest says: DamageError."""
+    def _text_file(self, name: str) -> tuple[Path, bytes] | None:
+        """A small file of the model, read, or None. DamageError unless it is what a container's digest says."""
         path = self.source.text_file(name)
-        if path is None or not isinstance(self.source, Container):
-            return path
-        wanted = next(file.digest for file in self.source.manifest.text_files if file.path == name)
-        try:
-            found = checksum.digest(path.read_bytes()).hex()
-        except OSError as error:
-            raise drive_error("cannot read", error, path) from error
-        if found != wanted:
-            raise DamageError("file does not match its digest", path=path, advice="Restore it, or repack")
-        return path
+        if path is None:
+            return None
+        data = read_small_file(path, TEXT_BYTES_MAX, ConfigError)
+        if isinstance(self.source, Container):
+            wanted = next(file.digest for file in self.source.manifest.text_files if file.path == name)
+            if checksum.digest(data).hex() != wanted:
+                raise DamageError("file does not match its digest", path=path, advice="Restore it, or repack")
+        return path, data
 
 
 def open_model_files(settings: ModelSettings) -> OpenedModel:
@@ -145,8 +157,11 @@ def _checked(source: Source, config_path: Path, settings: ModelSettings, warning
             f"{', '.join(config.unknown_keys)}"
         )
     names = needed_names(source.tensor_names(), config)
-    if isinstance(source, Container):
-        check_shapes({name: source.tensor(name).shape for name in names}, config)
+    check_tensors({name: dtype_and_shape(source, name) for name in names}, config)
+    check_expert_layers(source.expert_layers(), config)
+    for layer in config.layers:
+        if layer in config.moe_layers:
+            check_experts(source.expert_layout(layer), config, layer)
     return OpenedModel(source, config, names, warnings)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from k3.engine.config import ModelConfig
+from k3.container.architecture import ModelConfig
 from k3.engine.plan import Source, dense_part, touched_bytes
 from k3.engine.traffic import Traffic
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
+from k3.container.architecture import L2_NORM_EPS, ModelConfig
 from k3.container.errors import SourceError
-from k3.engine.config import L2_NORM_EPS, ModelConfig
 from k3.engine.deferred import Deferred
 from k3.engine.state import KdaState
 from k3.engine.weights import Weights

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from k3.container.architecture import ModelConfig
 from k3.container.direct import drive_error
 from k3.container.errors import K3Error
 from k3.container.streams import say
-from k3.engine.config import ModelConfig
 from k3.engine.interrupts import HeldInterrupts
 from k3.engine.session import Session
 from k3.engine.settings import SettingsError

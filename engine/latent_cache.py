@@ -7,15 +7,15 @@ widened exactly whenever it is read; what that does to a result is in docs/numer
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from k3.container.architecture import LatentType
 from k3.container.errors import UnsupportedError
 
 Array = npt.NDArray[np.float32]
-LatentType = Literal["f32", "bf16", "f16"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
+from k3.container.architecture import ModelConfig
 from k3.container.errors import ExpertError
 from k3.container.source import ModelSource
-from k3.engine.config import ModelConfig
 from k3.engine.kda import KdaAttention
 from k3.engine.mla import LatentAttention
 from k3.engine.mlp import GatedMlp

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
-from k3.engine.config import ModelConfig
+from k3.container.architecture import ModelConfig
 from k3.engine.state import MlaState
 from k3.engine.weights import Weights
 

@@ -23,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
+from k3.container.architecture import ModelConfig
 from k3.container.source import EncodedTensor, ModelSource
-from k3.engine.config import ModelConfig
+from k3.container.tensor_names import needed_names
 from k3.engine.layer import Layer
 from k3.engine.model_options import ModelOptions
 from k3.engine.observer import PassObserver
 from k3.engine.reading import ReadAhead, TensorReader
 from k3.engine.residual import ResidualMix
 from k3.engine.state import State
-from k3.engine.tensor_names import needed_names
 from k3.engine.weights import Weights, to_float32
 from k3.store.source import ExpertSource
 

@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
-from k3.container.errors import DamageError, ExpertError, UnsupportedError
-from k3.container.keys import ExpertLayout, ExpertPart
-from k3.engine.config import ROUTER_SUM_EPS, ModelConfig, MoeConfig
+from k3.container.architecture import ROUTER_SUM_EPS, ModelConfig, MoeConfig
+from k3.container.errors import DamageError
+from k3.container.k3_tensors import EXPERT_MATRICES
+from k3.container.keys import ExpertLayout
+from k3.container.tensor_names import check_experts
 from k3.engine.mlp import GatedMlp
 from k3.engine.weights import Weights
 from k3.kernels import ExpertMatrix
@@ -210,34 +212,13 @@ def kept_experts(weights: Array, keep_share: float) -> npt.NDArray[np.bool_]:
     return kept
 
 
-_MATRICES = ("w1", "w2", "w3")
-_PARTS = tuple(f"{matrix}.weight_{part}" for matrix in _MATRICES for part in ("packed", "scale"))
-
-
 def expert_matrices(layout: ExpertLayout, config: ModelConfig, layer: int) -> tuple[ExpertMatrix, ...]:
-    """Where w1, w2 and w3 lie inside a payload. UnsupportedError for another packing than MXFP4,
-    ExpertError for shapes that do not follow from the configuration."""
-    names = [part.name for part in layout.parts]
-    if sorted(names) != sorted(_PARTS):
-        raise UnsupportedError(
-            f"experts are made of {', '.join(names)}; this engine computes with {', '.join(_PARTS)}", layer=layer
-        )
+    """Where w1, w2 and w3 lie inside a payload. Raises what `tensor_names.check_experts` raises."""
+    check_experts(layout, config, layer)
     latent, inner = config.moe.latent, config.moe.inner
-    shapes = {"w1": (inner, latent), "w2": (latent, inner), "w3": (inner, latent)}
-    matrices = []
-    for matrix in _MATRICES:
-        rows, columns = shapes[matrix]
-        packed, scale = layout.part(f"{matrix}.weight_packed"), layout.part(f"{matrix}.weight_scale")
-        _check_part(packed, (rows, columns // 2), layout, layer)
-        _check_part(scale, (rows, columns // kernels.MX_GROUP), layout, layer)
-        matrices.append(ExpertMatrix(packed.offset, scale.offset, rows, columns))
-    return tuple(matrices)
-
-
-def _check_part(part: ExpertPart, shape: tuple[int, int], layout: ExpertLayout, layer: int) -> None:
-    if part.shape != shape or part.dtype != "U8":
-        raise ExpertError(
-            f"expert tensor is {part.dtype} {list(part.shape)} where the configuration gives U8 {list(shape)}",
-            tensor=f"{layout.block}.0.{part.name}",
-            layer=layer,
+    return tuple(
+        ExpertMatrix(
+            layout.part(f"{matrix}.weight_packed").offset, layout.part(f"{matrix}.weight_scale").offset, *shape
         )
+        for matrix, shape in zip(EXPERT_MATRICES, ((inner, latent), (latent, inner), (inner, latent)), strict=True)
+    )

@@ -35,7 +35,7 @@ class Layers(click.ParamType[str]):
     name = "n|a-b"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from k3.engine.config import parse_layers
+        from k3.container.architecture import parse_layers
 
         try:
             parse_layers(value)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
-from k3.container.keys import Encoding, tensor_bytes
+from k3.container.architecture import ModelConfig
+from k3.container.k3_tensors import AFTER_LAYERS, BEFORE_LAYERS, IN_LAYER, Use
+from k3.container.keys import Encoding, layer_of, tensor_bytes
 from k3.container.memory_limit import Limit
 from k3.container.reader import Container
 from k3.engine.budget import CHUNK_COPIES, Need, check_fits
-from k3.engine.config import ModelConfig
 from k3.engine.reading import READ_AHEAD
 from k3.engine.settings import ModelSettings
 from k3.engine.state_size import scores_bytes, state_bytes
@@ -32,23 +33,13 @@ AUTO_CACHE_SHARE = 0.8
 
 Source: TypeAlias = "Container | Snapshot | DaemonModel"
 
-DENSE_PARTS = (
-    "embeddings", "KDA attention", "MLA attention", "dense MLP", "shared experts", "latent projections", "routers",
-    "head", "norms and other vectors",
-)  # fmt: skip
+DENSE_PARTS: tuple[Use, ...] = get_args(Use)
 """What dense weights are for, in the order in which they are printed."""
 
-_IN_LAYER = {
-    "mlp": "dense MLP",
-    "block_sparse_moe.shared_experts": "shared experts",
-    "block_sparse_moe.routed_expert_down_proj": "latent projections",
-    "block_sparse_moe.routed_expert_up_proj": "latent projections",
-    "block_sparse_moe.gate": "routers",
-}
-
-
-_OTHER_MATRICES = ("embed_tokens", "lm_head", "gate", "kv_a_proj_with_mqa")
-"""Names of matrices that do not end in _proj."""
+_VECTORS: Use = "norms and other vectors"
+_OUTSIDE = {tensor.name: tensor.use for tensor in (*BEFORE_LAYERS, *AFTER_LAYERS)}
+_KDA = {tensor.name: tensor.use for tensor in IN_LAYER if tensor.layers != "mla"}
+_MLA = {tensor.name: tensor.use for tensor in IN_LAYER if tensor.layers != "kda"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +101,9 @@ def plan_memory(
     prefetch = settings.prefetch
     if prefetch is None:
         prefetch = config.moe.top_k if layers and settings.store is None else 0
-    parts = dict.fromkeys(DENSE_PARTS, 0)
+    parts: dict[str, int] = dict.fromkeys(DENSE_PARTS, 0)
     for name in names:
-        parts[dense_part(name, config)] += dense_bytes(source, name) + widened_bytes(source, name)
+        parts[dense_part(name, config)] += dense_bytes(source, name) + widened_bytes(source, name, config)
     need = Need(
         dense_bytes=sum(parts.values()),
         load_bytes=sum(sorted(source_bytes(source, name) for name in names)[-READ_AHEAD:]),
@@ -132,26 +123,14 @@ def plan_memory(
     return MemoryPlan(need, limit, parts, capacity, slot_bytes, experts, largest_bytes, prefetch)
 
 
-def dense_part(name: str, config: ModelConfig) -> str:
+def dense_part(name: str, config: ModelConfig) -> Use:
     """Which of `DENSE_PARTS` a dense tensor belongs to."""
     _, _, rest = name.rpartition("language_model.")
-    place = rest.split(".")
-    if not _is_matrix_name(rest):
-        return "norms and other vectors"
-    if place[:2] != ["model", "layers"]:
-        return "embeddings" if "embed_tokens" in place else "head"
-    inner = ".".join(place[3:])
-    if inner.startswith("self_attn."):
-        return "KDA attention" if int(place[2]) in config.kda_layers else "MLA attention"
-    return next(part for prefix, part in _IN_LAYER.items() if inner.startswith(prefix + "."))
-
-
-def _is_matrix_name(name: str) -> bool:
-    """Whether a tensor is a weight to multiply by or the table of embeddings, and not a vector."""
-    tail = name.removesuffix(".weight").rpartition(".")[2]
-    if name.endswith(("_res_proj.weight", "_conv1d.weight")):
-        return False
-    return name.endswith(".weight") and (tail.endswith("_proj") or tail in _OTHER_MATRICES)
+    layer = layer_of(rest)
+    if layer is None:
+        return _OUTSIDE[rest]
+    inner = rest.removeprefix(f"model.layers.{layer}.")
+    return (_KDA if layer in config.kda_layers else _MLA)[inner]
 
 
 def dense_bytes(source: Source, name: str) -> int:
@@ -180,20 +159,21 @@ def touched_bytes(source: Source, name: str) -> int:
     return tensor.weights.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
 
 
-def widened_bytes(source: Source, name: str) -> int:
-    """Memory of the float32 copy that is made of a vector stored in bfloat16, on top of `dense_bytes`.
+def widened_bytes(source: Source, name: str, config: ModelConfig) -> int:
+    """Memory of the float32 copy that is made of a vector stored in bfloat16 or float16, on top of `dense_bytes`.
 
     Of a snapshot only the copy stays, so the stored form is taken off.
     """
-    if _is_matrix_name(name):
+    if dense_part(name, config) != _VECTORS:
         return 0
-    dtype, shape = _dtype_and_shape(source, name)
-    if dtype != "BF16":
+    dtype, shape = dtype_and_shape(source, name)
+    if dtype == "F32":
         return 0
     return (4 if isinstance(source, Container | DaemonModel) else 2) * math.prod(shape)
 
 
-def _dtype_and_shape(source: Source, name: str) -> tuple[str, tuple[int, ...]]:
+def dtype_and_shape(source: Source, name: str) -> tuple[str, tuple[int, ...]]:
+    """What a dense tensor is in the source that the model was published in."""
     entry = source.tensor(name) if isinstance(source, Container | DaemonModel) else source.tensors[name]
     return entry.dtype, entry.shape
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from k3.container.errors import ExitCode, K3Error
 
 if TYPE_CHECKING:
-    from k3.engine.latent_cache import LatentType
+    from k3.container.architecture import LatentType
     from k3.store.file import Verify
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3.engine.config import ModelConfig
+from k3.container.architecture import ModelConfig
 from k3.engine.latent_cache import FORMS, narrowed
 
 Array = npt.NDArray[np.float32]

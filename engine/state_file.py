@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from k3.container.architecture import ModelConfig
 from k3.container.checksum import Hasher, digest
 from k3.container.errors import DamageError, ResumeError, SourceError, VersionError
 from k3.container.headers import Header, build_header, header_length, parse_header
@@ -24,7 +25,6 @@ from k3.container.identity import ModelIdentity
 from k3.container.keys import tensor_bytes
 from k3.container.output_file import OutputFile
 from k3.container.regular_file import RegularFile
-from k3.engine.config import ModelConfig
 from k3.engine.latent_cache import FORMS
 from k3.engine.model_options import ModelOptions
 from k3.engine.state import Part, State, state_parts

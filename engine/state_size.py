@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from k3.engine.config import ModelConfig
+from k3.container.architecture import ModelConfig
 
 if TYPE_CHECKING:
-    from k3.engine.latent_cache import LatentType
+    from k3.container.architecture import LatentType
 
 _LATENT_NUMBER_BYTES: dict[LatentType, int] = {"f32": 4, "bf16": 2, "f16": 2}
 

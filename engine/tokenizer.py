@@ -1,28 +1,17 @@
 """Text to token ids and back to bytes, with the model's own vocabulary.
 
-The vocabulary is `tiktoken.model` (lines of base64 bytes and a rank) followed by a fixed block of special
-ids; their names come from tokenizer_config.json. The byte-pair merging itself is tiktoken's. Text of a user
-is encoded with special tokens *disabled*: `<|close|>` in it becomes ordinary pieces and cannot end a message.
+The byte-pair merging itself is tiktoken's. Text of a user is encoded with special tokens *disabled*: `<|close|>`
+in it becomes ordinary pieces and cannot end a message.
 
 Immutable after loading; any thread may encode and decode.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from k3.container.direct import drive_error
-from k3.container.errno_advice import Operation
-from k3.container.errors import ConfigError
-
-SPECIAL_COUNT = 256
-"""Special ids after the ranks. The number is fixed by the model's code, not by any file."""
+from k3.container.vocabulary import Vocabulary
 
 CUT_CHARS = 400_000
 """Text is cut into pieces of this length first, each encoded on its own (what the model was trained with)."""
@@ -47,51 +36,22 @@ PATTERN = "|".join(
 """How text is split before merging; `&&` is set intersection in tiktoken's regular expressions."""
 
 _RUN = re.compile(r"\s+|\S+")
-_IDS_STILL_WORK = "Without it only --ids works: token ids in, token ids out"
 
 
 class Tokenizer:
     """One vocabulary. `specials` maps the name of a special token to its id."""
 
-    def __init__(self, ranks: Mapping[bytes, int], special_names: Mapping[int, str], skipped: frozenset[int]):
-        """`ranks` as `read_ranks` returns them; `special_names` for those of the 256 ids that have one;
-        `skipped` are the special ids that plain text leaves out (`special: true` in the file)."""
-        self.rank_count = len(ranks)
-        self.vocab_size = self.rank_count + SPECIAL_COUNT
-        self.specials = {
-            special_names.get(token, f"<|reserved_token_{token}|>"): token
-            for token in range(self.rank_count, self.vocab_size)
-        }
-        if len(self.specials) != SPECIAL_COUNT:
-            raise ValueError("two special tokens have one name")
-        self.skipped_ids = skipped
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.rank_count = len(vocabulary.ranks)
+        self.specials = {name: token for token, name in vocabulary.special_names.items()}
+        self.vocab_size = self.rank_count + len(self.specials)
+        self.skipped_ids = vocabulary.skipped
         import tiktoken  # a run on ids needs none of it
 
         self._encoding = tiktoken.Encoding(
-            "k3", pat_str=PATTERN, mergeable_ranks=dict(ranks), special_tokens=self.specials
+            "k3", pat_str=PATTERN, mergeable_ranks=dict(vocabulary.ranks), special_tokens=self.specials
         )
         self._special_bytes = {token: name.encode() for name, token in self.specials.items()}
-
-    @classmethod
-    def load(cls, ranks_path: Path | None, config_path: Path | None, vocab_size: int) -> Tokenizer:
-        """Read the vocabulary and check it against the model's. ConfigError names the file and the line."""
-        if ranks_path is None:
-            raise ConfigError("the model has no tiktoken.model, so text cannot be encoded", advice=_IDS_STILL_WORK)
-        if config_path is None:
-            raise ConfigError(
-                "the model has no tokenizer_config.json, so its special tokens have no names",
-                advice=_IDS_STILL_WORK,
-            )
-        ranks = read_ranks(ranks_path)
-        if len(ranks) + SPECIAL_COUNT != vocab_size:
-            raise ConfigError(
-                f"{len(ranks)} ranks and {SPECIAL_COUNT} special tokens do not make the model's vocabulary "
-                f"of {vocab_size}",
-                path=ranks_path,
-                advice="The vocabulary belongs to another model",
-            )
-        names, skipped = read_special_names(config_path, len(ranks))
-        return cls(ranks, names, skipped)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`. Only with `allow_special` do names of special tokens become their ids."""
@@ -127,68 +87,3 @@ def cut_text(text: str) -> Iterator[str]:
                 yield block[begin:cut]
                 begin = cut
         yield block[begin:]
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """Parse a tiktoken.model. Every rank from 0 up must be there once and every single byte must have one."""
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(_read_bytes(path).splitlines(), start=1):
-        if not line:
-            continue
-        try:
-            encoded, rank = line.split()
-            piece = base64.b64decode(encoded, validate=True)
-            if int(rank) != len(ranks) or piece in ranks or not piece:
-                raise ValueError
-            ranks[piece] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise ConfigError(
-                f"line {number} of the vocabulary is not a new base64 piece with the next rank {len(ranks)}",
-                path=path,
-            ) from error
-    if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise ConfigError("the vocabulary lacks single bytes, so it cannot spell every text", path=path)
-    return ranks
-
-
-def read_special_names(path: Path, first: int) -> tuple[dict[int, str], frozenset[int]]:
-    """Names of the special ids that have one, and those that plain text leaves out (`special: true`)."""
-    config = read_json_object(path)
-    added = config.get("added_tokens_decoder")
-    if not isinstance(added, dict):
-        raise ConfigError("added_tokens_decoder is missing", path=path)
-    names: dict[int, str] = {}
-    skipped = set()
-    for key, entry in added.items():
-        name = entry.get("content") if isinstance(entry, dict) else None
-        token = int(key) if key.isdecimal() else -1
-        if not isinstance(name, str) or not name or not first <= token < first + SPECIAL_COUNT:
-            raise ConfigError(
-                f"added token {key!r} is not a named id from {first} to {first + SPECIAL_COUNT - 1}", path=path
-            )
-        if name in names.values():
-            raise ConfigError(f"two added tokens are called {name!r}", path=path)
-        names[token] = name
-        if entry.get("special"):
-            skipped.add(token)
-    return names, frozenset(skipped)
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Parse a small JSON file that holds one object. ConfigError otherwise."""
-    try:
-        value = json.loads(_read_bytes(path))
-    except ValueError as error:
-        raise ConfigError(f"not readable as JSON: {error}", path=path) from error
-    if not isinstance(value, dict):
-        raise ConfigError("not a JSON object", path=path)
-    return value
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise ConfigError("does not exist", path=path, advice="Fetch the file") from error
-        raise drive_error("cannot read", error, path, operation=Operation.READ) from error

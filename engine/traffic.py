@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from k3.engine.config import ModelConfig
+from k3.container.architecture import ModelConfig
+from k3.container.tensor_names import expected_tensors
 from k3.engine.state_size import kda_bytes, mla_bytes
-from k3.engine.tensor_names import expected_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
+from k3.container.architecture import ModelConfig
 from k3.container.errors import DamageError, UnsupportedError
+from k3.container.k3_tensors import REAL_DTYPES
 from k3.container.keys import Encoding
 from k3.container.source import EncodedTensor, ModelSource
-from k3.engine.config import ModelConfig
+from k3.container.tensor_names import check_shape, expected_tensors, text_prefix
 from k3.engine.deferred import Deferred
 from k3.engine.reading import TensorReader
-from k3.engine.tensor_names import check_shape, expected_tensors, text_prefix
 
 Array = npt.NDArray[np.float32]
 
@@ -137,8 +138,8 @@ def to_float32(tensor: EncodedTensor) -> Array:
     if tensor.encoding is Encoding.INT4:
         assert tensor.scales is not None
         return kernels.dequantize_int4(tensor.data, tensor.scales, tensor.shape[1])
-    if tensor.encoding is Encoding.F32 or tensor.dtype == "F32":
-        return np.ascontiguousarray(tensor.data, dtype=np.float32)
-    if tensor.dtype == "BF16":
-        return kernels.widen_bf16(tensor.data)
-    raise UnsupportedError(f"dtype {tensor.dtype} where BF16 or F32 is expected", tensor=tensor.name)
+    if tensor.encoding is Encoding.F32 or tensor.dtype in REAL_DTYPES:
+        return kernels.widen(tensor.data)
+    raise UnsupportedError(
+        f"dtype {tensor.dtype} where {' or '.join(REAL_DTYPES)} is expected", tensor=tensor.name
+    )

@@ -31,7 +31,16 @@ from k3.repack.comparison import Cause, Comparison
 from k3.repack.plan import Plan
 from k3.repack.preflight import DriveNeed, check_file_sizes, check_space, drive_needs, estimate
 from k3.repack.request import RepackRequest
-from k3.repack.run import RepackResult, Watcher, open_source, plan_for, repack, root_directories, verify_full
+from k3.repack.run import (
+    RepackResult,
+    Watcher,
+    model_notes,
+    open_source,
+    plan_for,
+    repack,
+    root_directories,
+    verify_full,
+)
 
 _CODES = (
     ExitCode.OK, ExitCode.DAMAGED, ExitCode.USAGE, ExitCode.SOURCE, ExitCode.INCOMPLETE, ExitCode.NOT_A_CONTAINER,
@@ -309,6 +318,7 @@ def _verdict(comparison: Comparison) -> str:
 
 def _print_plan(request: RepackRequest, as_json: bool) -> int:
     snapshot = open_source(request)
+    notes = [*snapshot.warnings, *model_notes(request, snapshot)]
     drives = len(request.drives or (request.home,))
     assumed = request.shares is None and drives > 1 and not request.in_place
     shares = request.root_shares(request.shares or (1,) * drives)
@@ -328,7 +338,7 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
             drives=[{**asdict(need), "missing_bytes": need.missing_bytes} for need in needs],
             shares=[root.share for root in plan.roots if root.kind != "source"], shares_assumed=assumed,
             skipped=list(snapshot.vision),
-            unknown=list(snapshot.unknown), seconds=expected.seconds, warnings=list(snapshot.warnings),
+            unknown=list(snapshot.unknown), seconds=expected.seconds, warnings=notes,
         )  # fmt: skip
     else:
         _print_plan_text(plan, directories, needs, assumed)
@@ -339,7 +349,7 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
                 f"time: about {_duration(expected.seconds)} at {expected.read_gb_per_s:.2f} GB/s measured on the "
                 f"source's drive, writes taken to be as fast, SHA-256 at {expected.hash_gb_per_s:.2f} GB/s"
             )
-        for warning in snapshot.warnings:
+        for warning in notes:
             echo(f"note: {warning}")
     check_file_sizes(plan, directories)
     check_space(needs)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from k3 import kernels
 from k3.container import checksum
 from k3.container.direct import Bytes
+from k3.container.encoded import NUMPY_DTYPES
 from k3.container.errors import QuantizeError
 from k3.container.keys import PAGE_BYTES, Encoding, page_ceil
 from k3.repack.buffers import BufferPool
@@ -127,12 +128,12 @@ class DenseSink:
     def _rows(self, data: Bytes) -> None:
         """Encode whole rows."""
         source = self._tensor.source
-        dtype = np.uint16 if source.dtype == "BF16" else np.float32
-        if data.ctypes.data % np.dtype(dtype).itemsize:
+        dtype = np.dtype(NUMPY_DTYPES[source.dtype])
+        if data.ctypes.data % dtype.itemsize:
             data = data.copy()
         matrix: npt.NDArray[Any] = data.view(dtype).reshape(-1, source.shape[1])
         if self._tensor.encoding is Encoding.F32:
-            self._weights.push(kernels.widen_bf16(matrix).reshape(-1).view(np.uint8))
+            self._weights.push(kernels.widen(matrix).reshape(-1).view(np.uint8))
         else:
             assert self._scales is not None
             quantize = kernels.quantize_int8 if self._tensor.encoding is Encoding.INT8 else kernels.quantize_int4
@@ -144,7 +145,7 @@ class DenseSink:
                     f"the weight in row {row}, column {error.column} is {error.value}: it has no quantized form",
                     path=self._path,
                     tensor=source.name,
-                    offset=source.offset + (row * source.shape[1] + error.column) * np.dtype(dtype).itemsize,
+                    offset=source.offset + (row * source.shape[1] + error.column) * dtype.itemsize,
                     advice="The shard is damaged: fetch it again. --bits 16 keeps the tensor as it is",
                 ) from error
             self._weights.push(weights.reshape(-1))

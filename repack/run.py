@@ -27,6 +27,7 @@ from k3.container.layout import (
 )
 from k3.container.manifest import Manifest
 from k3.container.presence import is_there
+from k3.container.model_check import check_model
 from k3.container.reader import Container
 from k3.container.regular_file import RegularFile
 from k3.container.snapshot import Snapshot
@@ -86,6 +87,11 @@ def open_source(request: RepackRequest) -> Snapshot:
     return snapshot
 
 
+def model_notes(request: RepackRequest, snapshot: Snapshot) -> list[str]:
+    """Refuse a snapshot that no engine could run (SourceError); return what k3-run cannot, one sentence each."""
+    return check_model(snapshot, request.layers)
+
+
 def plan_for(request: RepackRequest, snapshot: Snapshot, shares: tuple[int, ...]) -> Plan:
     """The plan of a request under root shares."""
     return Plan(snapshot, request.recipe, shares, in_place=request.in_place)
@@ -106,7 +112,7 @@ def plan_of_container(snapshot: Snapshot, manifest: Manifest, request: RepackReq
 def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
     """Make (or continue, or recognise) the container that `request` asks for. K3Error for whatever is refused."""
     snapshot = open_source(request)
-    for warning in [*snapshot.warnings, *left_behind(snapshot)]:
+    for warning in [*snapshot.warnings, *model_notes(request, snapshot), *left_behind(snapshot)]:
         watcher.note(warning)
     if is_there(request.home / MANIFEST_NAME):
         manifest = recognise(request, snapshot)

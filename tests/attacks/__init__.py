@@ -6,7 +6,7 @@ this file says what each one is and why it is refused (a test keeps it complete)
 
 from tests.attacks.builders import Attack, base, registered
 
-from tests.attacks import on_config, on_experts, on_files, on_headers, on_index  # noqa: F401  # isort: skip
+from tests.attacks import on_config, on_experts, on_files, on_headers, on_index, on_model  # noqa: F401  # isort: skip
 
 ATTACKS: list[Attack] = registered()
 

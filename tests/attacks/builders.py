@@ -57,8 +57,8 @@ class Attack:
     """One broken snapshot and how it must be refused.
 
     `says` is part of the message, `file` the file that it names, `tensor` and `offset` (exact, or True for any)
-    where there is one. `stage` is "open" for what must be found before any work, "read" for what only the
-    weights' bytes show.
+    where there is one. `stage` is "open" for what must be found before any work, "model" for what the
+    questions about the model show, also before any work, "read" for what only the weights' bytes show.
     """
 
     name: str
@@ -176,17 +176,19 @@ def write_tensors(path: Path, tensors: list[tuple[str, str, list[int], bytes]]) 
     path.write_bytes(join(compact(fields), b"".join(data for *_, data in tensors)))
 
 
-def reshard(directory: Path, change: Callable[[list[tuple[str, str, list[int], bytes]]], Any]) -> None:
-    """Change the list of SHARD's tensors and make shard and index agree on it again."""
-    path = directory / SHARD
+def reshard(
+    directory: Path, change: Callable[[list[tuple[str, str, list[int], bytes]]], Any], shard: str = SHARD
+) -> None:
+    """Change the list of a shard's tensors and make shard and index agree on it again."""
+    path = directory / shard
     tensors = tensors_of(path)
     change(tensors)
     write_tensors(path, tensors)
 
     def rename(weight_map: dict[str, str]) -> None:
-        for name in [name for name, shard in weight_map.items() if shard == SHARD]:
+        for name in [name for name, place in weight_map.items() if place == shard]:
             del weight_map[name]
-        weight_map.update((name, SHARD) for name, *_ in tensors)
+        weight_map.update((name, shard) for name, *_ in tensors)
 
     edit_map(directory, rename)
 

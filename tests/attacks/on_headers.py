@@ -149,7 +149,6 @@ _text(
 )
 
 for _name, _value in (
-    ("metadata_null", None),
     ("metadata_array", ["pt"]),
     ("metadata_number", {"format": 1}),
     ("metadata_nested", {"format": {"a": "b"}}),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from k3.container.errors import K3Error
+from k3.container.model_check import check_model
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
 from tests.attacks import ATTACKS, Attack, base
@@ -21,8 +22,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def use(path: Path, stage: str = "read") -> None:
-    """Open a snapshot, and read every dense tensor if `stage` is "read"."""
+    """Open a snapshot; ask about the model if `stage` is "model", read every dense tensor if it is "read"."""
     snapshot = Snapshot.open([path], recipe=RECIPE)
+    if stage == "model":
+        assert check_model(snapshot, None) == []
     if stage == "read":
         for name in snapshot.tensor_names():
             snapshot.read_tensor(name)
@@ -34,13 +37,14 @@ def open_descriptors() -> int:
 
 def test_the_snapshot_that_is_broken_is_sound_to_begin_with(sound: Path) -> None:
     use(sound)
+    use(sound, "model")
     assert Snapshot.open([sound]).warnings == ()
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_it_is_refused(attack: Attack, sound: Path, tmp_path: Path) -> None:
     path = attack.make(sound, tmp_path / "snapshot")
-    if attack.stage == "read":
+    if attack.stage != "open":
         use(path, "open")
     descriptors = open_descriptors()
     with pytest.raises(K3Error) as caught:

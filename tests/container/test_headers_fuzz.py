@@ -21,7 +21,6 @@ STRICTER = (
     "printable characters",  # any string is a name for them
     "more elements",  # sizes beyond 63 bits beside a zero
     "does not start with",  # they skip white space in front
-    "__metadata__",  # null is none for them
 )
 """What we refuse and they may accept, as it stands in our message. Anything else is a disagreement."""
 

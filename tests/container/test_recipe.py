@@ -101,8 +101,9 @@ def test_a_known_matrix_in_an_unexpected_form_keeps_its_bytes() -> None:
     recipe = Recipe(bits=32)
     assert is_matrix(name)
     assert recipe.encoding(name, "BF16", (4, 4), False) is Encoding.F32
+    assert recipe.encoding(name, "F16", (4, 4), False) is Encoding.F32
     assert recipe.encoding(name, "F32", (4, 4), False) is Encoding.RAW
-    for dtype, shape in (("F16", (4, 4)), ("U8", (4, 4)), ("BF16", (4, 4, 1)), ("BF16", (16,)), ("BF16", (0, 4))):
+    for dtype, shape in (("F64", (4, 4)), ("U8", (4, 4)), ("BF16", (4, 4, 1)), ("BF16", (16,)), ("BF16", (0, 4))):
         assert recipe.encoding(name, dtype, shape, False) is Encoding.RAW
         assert Recipe(bits=4).encoding(name, dtype, shape, False) is Encoding.RAW
 

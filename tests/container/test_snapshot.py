@@ -194,14 +194,14 @@ def test_experts_of_other_parts_are_taken_as_they_are(sound: Path) -> None:
 
 def test_unknown_tensors_are_listed_and_kept_as_they_are(sound: Path) -> None:
     extra = ("language_model.model.layers.1.self_attn.z_proj.weight", "BF16", [2, 2], bytes(range(8)))
-    odd = ("language_model.model.layers.1.mlp.up_proj.weight", "F16", [2, 2], bytes(range(8)))
+    odd = ("language_model.model.layers.1.mlp.up_proj.weight", "I16", [2, 2], bytes(range(8)))
     reshard(sound, lambda tensors: tensors.extend([extra, odd]))
     snapshot = Snapshot.open([sound], recipe=Recipe())
     assert snapshot.unknown == (extra[0],)
     for name, *_, data in (extra, odd):
         assert snapshot.encoding(name) is Encoding.RAW
         assert snapshot.read_tensor(name).data.tobytes() == data
-    assert any(f"{odd[0]} is F16 (2, 2) and is kept as it is" in warning for warning in snapshot.warnings)
+    assert any(f"{odd[0]} is I16 (2, 2) and is kept as it is" in warning for warning in snapshot.warnings)
 
 
 def test_one_shard_needs_no_index(sound: Path, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3.container.vocabulary import Vocabulary, complete_names, parse_ranks, parse_vocabulary
 from k3.engine.detokenizer import Detokenizer
-from k3.engine.tokenizer import Tokenizer, read_ranks, read_special_names
+from k3.engine.tokenizer import Tokenizer
 from tests.support.engines import VECTORS
 
 CONFIG = VECTORS / "tiny_s0" / "tokenizer_config.json"
@@ -16,13 +17,15 @@ CONFIG = VECTORS / "tiny_s0" / "tokenizer_config.json"
 @pytest.fixture(scope="module")
 def bytewise() -> Tokenizer:
     """A vocabulary of single bytes: any split of any text is a sequence of its tokens."""
-    names, skipped = read_special_names(CONFIG, 256)
-    return Tokenizer(read_ranks(VECTORS / "tiny_s0" / "tiktoken.model"), names, skipped)
+    ranks = VECTORS / "tiny_s0" / "tiktoken.model"
+    return Tokenizer(parse_vocabulary(ranks.read_bytes(), ranks, CONFIG.read_bytes(), CONFIG, 512))
 
 
 @pytest.fixture(scope="module")
 def merged() -> Tokenizer:
-    return Tokenizer(read_ranks(VECTORS / "synthetic.tiktoken.model"), {}, frozenset())
+    path = VECTORS / "synthetic.tiktoken.model"
+    ranks = parse_ranks(path.read_bytes(), path)
+    return Tokenizer(Vocabulary(ranks, complete_names({}, len(ranks)), frozenset()))
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3 import kernels
+from k3.container.architecture import LatentType
 from k3.container.errors import ResumeError, UnsupportedError
-from k3.engine.latent_cache import FORMS, LatentType, narrowed
+from k3.engine.latent_cache import FORMS, narrowed
 from k3.engine.session import Session
 from k3.engine.state import MlaState, State
 from k3.engine.state_size import state_bytes

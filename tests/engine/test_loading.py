@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from k3.container.architecture import ModelConfig
 from k3.container.dense_load import DenseLoad
 from k3.container.errors import DamageError
 from k3.container.keys import PAGE_BYTES
 from k3.container.reader import Container
 from k3.container.recipe import Recipe
 from k3.container.source import EncodedTensor, ModelSource
+from k3.container.tensor_names import needed_names
 from k3.engine.cli import main
-from k3.engine.config import ModelConfig
 from k3.engine.model import Model
 from k3.engine.model_options import ModelOptions
 from k3.engine.session import Session
-from k3.engine.tensor_names import needed_names
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.file import FileSource

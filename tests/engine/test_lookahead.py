@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3.container.architecture import ModelConfig
 from k3.container.huge_pages import HugePages
-from k3.engine.config import ModelConfig
 from k3.engine.lookahead import PAYING_CHANCE, LookAhead, Record
 from k3.engine.model import Model
 from k3.engine.model_options import ModelOptions

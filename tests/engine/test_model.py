@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.engine.config import ModelConfig
+from k3.container.architecture import ModelConfig
 from k3.engine.model import Model
 from k3.engine.model_options import ModelOptions
 from k3.engine.moe import Routing

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3.container.architecture import ModelConfig
 from k3.container.memory_limit import Limit
 from k3.container.reader import Container
 from k3.container.source import EncodedTensor
+from k3.container.tensor_names import expected_tensors
 from k3.engine import weights
-from k3.engine.config import ModelConfig
 from k3.engine.finding import open_model_files
 from k3.engine.forecast import forecast, used_experts
 from k3.engine.plan import DENSE_PARTS, MemoryPlan, Source, dense_part, plan_memory
 from k3.engine.settings import ModelSettings
-from k3.engine.tensor_names import expected_tensors
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.file import WORKING_SLOTS, FileSource

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from k3 import kernels
+from k3.container.architecture import LatentType
 from k3.container.keys import PAGE_BYTES, page_ceil
 from k3.container.recipe import Recipe
 from k3.engine.finding import open_model_files
-from k3.engine.latent_cache import LatentType
 from k3.engine.model import Model
 from k3.engine.ready import ready_model
 from k3.engine.session import Session

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from k3.container.architecture import KdaConfig, MlaConfig, ModelConfig
 from k3.container.checksum import digest
 from k3.container.errors import DamageError, DriveError, K3Error, ResumeError, UnsupportedError, VersionError
 from k3.container.keys import ExpertKey
 from k3.engine import state_file
-from k3.engine.config import KdaConfig, MlaConfig, ModelConfig
 from k3.engine.session import Session
 from k3.engine.state import State, state_parts
 from k3.engine.state_file import NUMERICS, Binding, PromptForm, SavedState, StateLayout, write_state

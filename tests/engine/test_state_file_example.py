@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from safetensors.numpy import load_file
 
-from k3.engine.config import KdaConfig, MlaConfig, ModelConfig
+from k3.container.architecture import KdaConfig, MlaConfig, ModelConfig
 from k3.engine.state import KdaState, MlaState, State
 from k3.engine.state_file import Binding, SavedState, write_state
 from tests.support.engines import snapshot

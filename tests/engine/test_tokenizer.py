@@ -12,9 +12,9 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.errors import ConfigError
+from k3.container.vocabulary import Vocabulary, complete_names, parse_ranks
 from k3.engine import tokenizer as tokenizer_module
-from k3.engine.tokenizer import PATTERN, Tokenizer, cut_text, read_ranks
+from k3.engine.tokenizer import PATTERN, Tokenizer, cut_text
 from tests.support.engines import VECTORS
 
 RANKS_FILE = VECTORS / "synthetic.tiktoken.model"
@@ -37,12 +37,13 @@ def special_names(first: int) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    ranks = read_ranks(RANKS_FILE)
-    return Tokenizer(ranks, special_names(len(ranks)), frozenset())
+    ranks = parse_ranks(RANKS_FILE.read_bytes(), RANKS_FILE)
+    names = complete_names(special_names(len(ranks)), len(ranks))
+    return Tokenizer(Vocabulary(ranks, names, frozenset()))
 
 
 def test_the_file_is_read_as_it_is(tokenizer: Tokenizer) -> None:
-    assert read_ranks(RANKS_FILE) == parse_independently(RANKS_FILE)
+    assert parse_ranks(RANKS_FILE.read_bytes(), RANKS_FILE) == parse_independently(RANKS_FILE)
     assert (tokenizer.rank_count, tokenizer.vocab_size) == (3840, 4096)
     assert tokenizer.specials["[BOS]"] == 3840
     assert tokenizer.specials["<|reserved_token_4000|>"] == 4000
@@ -110,66 +111,3 @@ def test_a_long_run_is_cut_for_real(tokenizer: Tokenizer) -> None:
 def test_ids_outside_the_vocabulary(tokenizer: Tokenizer, token: int) -> None:
     with pytest.raises(ValueError, match="outside the vocabulary"):
         tokenizer.token_bytes(token)
-
-
-LINES = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
-
-
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        ([*LINES[:7], "not*base64 7\n", *LINES[8:]], "line 8"),
-        ([*LINES[:7], LINES[8], *LINES[7:]], "line 8"),
-        ([*LINES, LINES[3].replace(" 3", " 256")], "line 257"),
-        ([*LINES, "YWI= x\n"], "line 257"),
-        ([*LINES, "YWI=\n"], "line 257"),
-        (LINES[:200], "single bytes"),
-        ([], "single bytes"),
-    ],
-)
-def test_broken_vocabularies_are_named(tmp_path: Path, lines: list[str], said: str) -> None:
-    path = tmp_path / "tiktoken.model"
-    path.write_text("".join(lines))
-    with pytest.raises(ConfigError, match=said) as caught:
-        read_ranks(path)
-    assert caught.value.path == str(path)
-
-
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--ids"):
-        Tokenizer.load(None, CONFIG_FILE, 4096)
-    with pytest.raises(ConfigError, match="tokenizer_config"):
-        Tokenizer.load(RANKS_FILE, None, 4096)
-    with pytest.raises(ConfigError, match="512"):
-        Tokenizer.load(RANKS_FILE, CONFIG_FILE, 512)
-    with pytest.raises(ConfigError, match="does not exist"):
-        Tokenizer.load(tmp_path / "gone", CONFIG_FILE, 4096)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "JSON"),
-        ("[]", "object"),
-        ("{}", "added_tokens_decoder"),
-        ('{"added_tokens_decoder": {"255": {"content": "x"}}}', "255"),
-        ('{"added_tokens_decoder": {"512": {"content": "x"}}}', "512"),
-        ('{"added_tokens_decoder": {"x": {"content": "x"}}}', "'x'"),
-        ('{"added_tokens_decoder": {"300": {}}}', "300"),
-        ('{"added_tokens_decoder": {"300": {"content": "x"}, "301": {"content": "x"}}}', "two"),
-    ],
-)
-def test_broken_special_names(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        Tokenizer.load(VECTORS / "tiny_s0" / "tiktoken.model", path, 512)
-
-
-def test_a_file_replaced_under_the_same_name_is_read_anew(tmp_path: Path) -> None:
-    """tiktoken's own loader keeps copies by path."""
-    path = tmp_path / "tiktoken.model"
-    path.write_text("".join(LINES))
-    assert len(read_ranks(path)) == 256
-    path.write_text("".join([*LINES, "YWI= 256\n"]))
-    assert len(read_ranks(path)) == 257

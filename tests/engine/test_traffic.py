@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.engine.config import ModelConfig
+from k3.container.architecture import ModelConfig
 from k3.engine.session import Session
 from k3.engine.state import KdaState, MlaState
 from k3.engine.traffic import Traffic, chunks, parameter_count

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from k3.container.architecture import ModelConfig
 from k3.container.errors import DamageError, SourceError, UnsupportedError
 from k3.container.source import EncodedTensor
-from k3.engine.config import ModelConfig
+from k3.container.tensor_names import expected_tensors, needed_names
 from k3.engine.deferred import Deferred
 from k3.engine.reading import ReadAhead
-from k3.engine.tensor_names import expected_tensors, needed_names
 from k3.engine.weights import Matrix, Weights
 from tests.support.engines import VECTORS, all_logits, loaded, snapshot
 

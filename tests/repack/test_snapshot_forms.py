@@ -192,8 +192,12 @@ def test_a_snapshot_without_dense_tensors(wide: Path, tmp_path: Path) -> None:
     config = json.loads((snapshot / "config.json").read_text())
     del config["text_config"]["num_hidden_layers"]
     (snapshot / "config.json").write_text(json.dumps(config))
-    found = prove(snapshot, tmp_path / "out")
-    assert (found.experts, found.order) == (12, [])
+    result = repacked(snapshot, tmp_path / "out", code=3)
+    assert "num_hidden_layers is missing" in result.stderr
+    shutil.copy(wide / "config.json", snapshot)
+    result = repacked(snapshot, tmp_path / "out", code=3)
+    assert "the layer has no tensors" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_scales_and_odd_numbers_keep_their_bytes(wide: Path, tmp_path: Path) -> None:

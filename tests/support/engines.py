@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from k3.container.architecture import ModelConfig
 from k3.container.recipe import Recipe
 from k3.container.snapshot import Snapshot
 from k3.container.source import ModelSource
-from k3.engine.config import ModelConfig
 from k3.engine.model import Model
 from k3.engine.model_options import ModelOptions
 from k3.engine.session import Session

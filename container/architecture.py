@@ -13,13 +13,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from k3.container.errors import ConfigError, UnsupportedError
+from k3.container.k3_tensors import MX_GROUP
 from k3.container.modelconfig import text_config
+from k3.container.wording import shown
 
-if TYPE_CHECKING:
-    from k3.engine.latent_cache import LatentType
+LatentType = Literal["f32", "bf16", "f16"]
+"""The numbers that a run holds latents in between tokens."""
 
 MLA_LATENT_EPS = 1e-6
 """Epsilon of the two latent norms inside MLA: the class default of the published model code, which passes
@@ -33,6 +35,9 @@ L2_NORM_EPS = 1e-6
 
 CONV_TAPS_MAX = 16
 """Most taps of KDA's convolution that the kernels take (the model has 4)."""
+
+COUNT_MAX = 1 << 40
+"""No count or extent of a model is larger; a larger number is a damaged config.json."""
 
 MIX_ENTRIES_MAX = 64
 """Most entries of a residual mixture that the kernels take (the model has 9)."""
@@ -228,7 +233,7 @@ class _Keys:
         return value
 
     def bad(self, key: str, problem: str) -> ConfigError:
-        return ConfigError(f"config key {key} {problem}", path=self.path)
+        return ConfigError(f"config key {key} {problem}", path=self.path, advice="Fetch config.json again")
 
     def need(self, key: str) -> Any:
         value = self.get(key)
@@ -238,26 +243,32 @@ class _Keys:
 
     def count(self, key: str, least: int = 1) -> int:
         value = self.need(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.bad(key, f"is {value!r}, not a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= COUNT_MAX:
+            raise self.bad(key, f"is {shown(value)}, not a whole number of at least {least}")
         return value
 
     def real(self, key: str) -> float:
         value = self.need(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.bad(key, f"is {value!r}, not a number")
-        return float(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.bad(key, f"is {shown(value)}, not a number")
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            number = math.inf
+        if not math.isfinite(number):
+            raise self.bad(key, f"is {shown(value)}, not a number that a float can hold")
+        return number
 
     def positive(self, key: str) -> float:
         value = self.real(key)
         if value <= 0:
-            raise self.bad(key, f"is {value!r}, not above zero")
+            raise self.bad(key, f"is {shown(value)}, not above zero")
         return value
 
     def flag(self, key: str) -> bool:
         value = self.need(key)
         if not isinstance(value, bool):
-            raise self.bad(key, f"is {value!r}, neither true nor false")
+            raise self.bad(key, f"is {shown(value)}, neither true nor false")
         return value
 
     def layer_list(self, key: str) -> frozenset[int]:
@@ -288,7 +299,7 @@ class _Keys:
 
     def unsupported(self, key: str, value: Any, only: str) -> UnsupportedError:
         return UnsupportedError(
-            f"config key {key} is {value!r}, and this engine only computes {only}",
+            f"config key {key} is {shown(value)}, and this engine only computes {only}",
             path=self.path,
             advice="A model that needs it would give wrong text here; use a newer version of this program",
         )
@@ -315,6 +326,9 @@ def _build(keys: _Keys) -> ModelConfig:
     top_k, experts = keys.count("num_experts_per_token"), keys.count("num_experts")
     if top_k > experts:
         raise keys.bad("num_experts_per_token", f"is {top_k}, more than the {experts} experts there are")
+    for key in ("routed_expert_hidden_size", "moe_intermediate_size"):
+        if keys.count(key) % MX_GROUP:
+            raise keys.unsupported(key, keys.get(key), f"multiples of {MX_GROUP}, the columns of an MXFP4 scale")
     return ModelConfig(
         vocab=keys.count("vocab_size"),
         hidden=keys.count("hidden_size"),
@@ -347,7 +361,7 @@ def _build(keys: _Keys) -> ModelConfig:
 def _kda(keys: _Keys) -> KdaConfig:
     bound = keys.real("linear_attn_config.gate_lower_bound")
     if bound >= 0:
-        raise keys.bad("linear_attn_config.gate_lower_bound", f"is {bound!r}, not below zero")
+        raise keys.bad("linear_attn_config.gate_lower_bound", f"is {shown(bound)}, not below zero")
     taps = keys.count("linear_attn_config.short_conv_kernel_size", 2)
     if taps > CONV_TAPS_MAX:
         raise keys.unsupported("linear_attn_config.short_conv_kernel_size", taps, f"up to {CONV_TAPS_MAX} taps")
@@ -390,6 +404,8 @@ def _kda_layers(keys: _Keys, layer_count: int) -> frozenset[int]:
 def token_ids(value: Any, key: str, path: Path) -> tuple[int, ...]:
     """Token ids given as one number or as a list of them. ConfigError otherwise."""
     items = value if isinstance(value, list) else [value]
-    if not items or not all(type(item) is int and item >= 0 for item in items):
-        raise ConfigError(f"config key {key} is {value!r}, not a token id", path=path)
+    if not items or not all(type(item) is int and 0 <= item <= COUNT_MAX for item in items):
+        raise ConfigError(
+            f"config key {key} is {shown(value)}, not a token id", path=path, advice="Fetch the file again"
+        )
     return tuple(items)
