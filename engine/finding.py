@@ -89,7 +89,8 @@ class OpenedModel:
         path = self.source.text_file(name)
         if path is None:
             return None
-        data = read_small_file(path, TEXT_BYTES_MAX, ConfigError)
+        sealed = isinstance(self.source, Container)
+        data = read_small_file(path, TEXT_BYTES_MAX, DamageError if sealed else ConfigError)
         if isinstance(self.source, Container):
             wanted = next(file.digest for file in self.source.manifest.text_files if file.path == name)
             if checksum.digest(data).hex() != wanted:

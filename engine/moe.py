@@ -24,7 +24,7 @@ from k3.container.k3_tensors import EXPERT_MATRICES
 from k3.container.keys import ExpertLayout
 from k3.container.tensor_names import check_experts
 from k3.engine.mlp import GatedMlp
-from k3.engine.weights import Weights
+from k3.engine.weights import DAMAGED_OR_PUBLISHED, Weights
 from k3.kernels import ExpertMatrix
 from k3.store.source import ExpertSource
 
@@ -80,7 +80,7 @@ class Router:
             raise DamageError(
                 f"the router's score of expert {error.column} for token {error.row} of the chunk is {error.value}",
                 layer=self._layer,
-                advice="Weights are damaged; check the model with k3-verify",
+                advice=DAMAGED_OR_PUBLISHED,
             ) from error
         weights = np.take_along_axis(scores, experts, axis=-1)
         if self._moe.renormalize:
@@ -150,12 +150,7 @@ class LatentMoe:
         return out
 
     def _damaged(self, problem: str, expert: int) -> DamageError:
-        return DamageError(
-            problem,
-            layer=self._layer,
-            expert=expert,
-            advice="Weights are damaged; check the model with k3-verify",
-        )
+        return DamageError(problem, layer=self._layer, expert=expert, advice=DAMAGED_OR_PUBLISHED)
 
 
 class ExpertSum:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from k3.container.errors import DamageError
 from k3.engine.settings import SamplerOptions
+from k3.engine.weights import DAMAGED_OR_PUBLISHED
 
 
 class Sampler:
@@ -60,5 +61,5 @@ def check_finite(logits: npt.NDArray[np.float32]) -> None:
         token = int(np.argmin(finite))
         raise DamageError(
             f"the logit of token {token} is {logits[token]}",
-            advice="Weights are damaged or the arithmetic failed; check the model with k3-verify",
+            advice=DAMAGED_OR_PUBLISHED,
         )

@@ -25,6 +25,12 @@ from k3.engine.reading import TensorReader
 
 Array = npt.NDArray[np.float32]
 
+DAMAGED_OR_PUBLISHED = (
+    "k3-verify --read-data all tells whether weights are damaged or were published so; what was published so, "
+    "only another revision of the model mends"
+)
+"""Advice when numbers come out that no sound model gives: whose fault it is cannot be seen here."""
+
 
 class Matrix:
     """A weight [rows, columns] in its stored encoding; calling it multiplies."""
@@ -56,7 +62,7 @@ class Matrix:
             raise DamageError(
                 f"an input of the product is {error.value} (token {error.row} of the chunk)",
                 tensor=self.tensor.name,
-                advice="Weights before this one are damaged; check the model with k3-verify",
+                advice=DAMAGED_OR_PUBLISHED,
             ) from error
 
     @property

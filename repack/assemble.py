@@ -16,6 +16,7 @@ from k3.container import checksum
 from k3.container.direct import Bytes
 from k3.container.errors import ShardError
 from k3.container.keys import ExpertKey, page_ceil
+from k3.container.odd_experts import ExpertWatch
 from k3.repack.buffers import BufferPool
 from k3.repack.dense import OUTPUT_BYTES, DenseSink
 from k3.repack.destination import Destination
@@ -40,6 +41,7 @@ class _InPlaceExpert:
     """An expert that stays in the source: only its extents' digests are taken."""
 
     offsets: list[tuple[str, int, int]]  # path, offset, bytes of each extent
+    watch: ExpertWatch
     hashers: list[Any] = field(default_factory=list)
     arrived_bytes: int = 0
 
@@ -48,6 +50,7 @@ class Assembler:
     """Routes shards into a destination. One per run; called from one thread."""
 
     def __init__(self, plan: Plan, destination: Destination, streamer: ShardStreamer, scratch: Path) -> None:
+        self.odd: dict[ExpertKey, tuple[str, ...]] = {}  # what is odd about experts as they were published
         self._plan = plan
         self._destination = destination
         self._streamer = streamer
@@ -117,7 +120,7 @@ class Assembler:
         self, path: Path, route: Route, to: ExpertRoute, begun: int, data: Bytes, last: bool
     ) -> None:
         if self._plan.in_place:
-            self._digest_in_place(path, route.offset + begun, to.key, data)
+            self._digest_in_place(path, route.offset + begun, to, begun, data)
             return
         key = to.key
         payload_bytes = self._plan.layers[key.layer].layout.payload_bytes
@@ -141,21 +144,34 @@ class Assembler:
 
     def _complete(self, key: ExpertKey, buffer: Bytes, payload_bytes: int) -> None:
         buffer[payload_bytes : page_ceil(payload_bytes)] = 0
+        watch = ExpertWatch(self._plan.layers[key.layer].layout)
+        watch.feed(0, buffer[:payload_bytes])
+        self._judge(key, watch)
         self._destination.expert(key, buffer, self._experts)
 
-    def _digest_in_place(self, path: Path, offset: int, key: ExpertKey, data: Bytes) -> None:
+    def _judge(self, key: ExpertKey, watch: ExpertWatch) -> None:
+        problems = watch.problems()
+        if problems:
+            self.odd[key] = problems
+
+    def _digest_in_place(self, path: Path, offset: int, to: ExpertRoute, begun: int, data: Bytes) -> None:
+        key, layout = to.key, self._plan.layers[to.key.layer].layout
         expert = self._in_place.get(key)
         if expert is None:
             extents = self._plan.source_extents(key)
             places = [(str(extent.path), extent.offset, extent.stored_bytes) for extent in extents]
-            expert = self._in_place[key] = _InPlaceExpert(places, [checksum.Hasher() for _ in places])
+            expert = self._in_place[key] = _InPlaceExpert(
+                places, ExpertWatch(layout), [checksum.Hasher() for _ in places]
+            )
         for index, (extent_path, start, nbytes) in enumerate(expert.offsets):
             if extent_path == str(path) and start <= offset < start + nbytes:
                 expert.hashers[index].update(data.data)
                 break
         else:
             raise AssertionError("a part of an expert lies outside its extents")
+        expert.watch.feed(to.payload_offset + begun, data)
         expert.arrived_bytes += len(data)
-        if expert.arrived_bytes == self._plan.layers[key.layer].layout.payload_bytes:
+        if expert.arrived_bytes == layout.payload_bytes:
             del self._in_place[key]
+            self._judge(key, expert.watch)
             self._destination.expert_in_place(key, tuple(hasher.digest() for hasher in expert.hashers))

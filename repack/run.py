@@ -28,6 +28,7 @@ from k3.container.layout import (
 from k3.container.manifest import Manifest
 from k3.container.presence import is_there
 from k3.container.model_check import check_model
+from k3.container.odd_experts import odd_experts_note
 from k3.container.reader import Container
 from k3.container.regular_file import RegularFile
 from k3.container.snapshot import Snapshot
@@ -198,6 +199,8 @@ def _stream(
             for number in todo:
                 _stream_shard(plan, number, assembler, destination, journal, watcher)
             destination.drain()
+            if note := odd_experts_note(assembler.odd):
+                watcher.note(note)
             granted = huge_pages([*streamer.buffers, *assembler.buffers])
             if unfinished := assembler.unfinished():
                 key = unfinished[0]

@@ -97,7 +97,7 @@ def _matrix(payload: npt.NDArray[np.uint8], layout: ExpertLayout, name: str, lay
         packed, scale = layout.part(f"{name}.weight_packed"), layout.part(f"{name}.weight_scale")
     except KeyError as missing:
         raise UnsupportedError(f"the experts have no {missing.args[0]}: not MXFP4", layer=layer) from None
-    if packed.dtype != "U8" or scale.dtype != "U8" or packed.shape[1] != 16 * scale.shape[1]:
+    if packed.dtype != "U8" or scale.dtype not in ("U8", "F8_E8M0") or packed.shape[1] != 16 * scale.shape[1]:
         raise UnsupportedError(f"{name} is not packed as MXFP4 is", layer=layer)
     codes, scales = (
         payload[part.offset : part.offset + part.nbytes].reshape(part.shape) for part in (packed, scale)
