@@ -83,7 +83,7 @@ def _latent(name: str, *dimensions: str) -> KnownTensor:
 
 
 BEFORE_LAYERS = (KnownTensor("model.embed_tokens.weight", ("vocab", "hidden"), "embeddings"),)
-"""What is read before the first layer."""
+"""The tensors that are read before the first layer."""
 
 IN_LAYER = (
     *_mix("self_attention_res"),
@@ -121,14 +121,14 @@ IN_LAYER = (
     _latent("routed_expert_up_proj", "hidden", "moe_latent"),
     *_glu("block_sparse_moe.shared_experts", "shared_inner", "shared experts", "shared"),
 )
-"""What a layer has, by the end of its name, in the order of use."""
+"""The tensors of a layer, by the end of their names, in the order of use."""
 
 AFTER_LAYERS = (
     *_mix("model.output_attn_res"),
     _norm("model.norm", "hidden"),
     KnownTensor("lm_head.weight", ("vocab", "hidden"), "head", recipe=True),
 )
-"""What is read after the last layer."""
+"""The tensors that are read after the last layer."""
 
 MLA_MARK = "self_attn.kv_b_proj.weight"
 """The tensor by which a layer with full attention is told."""

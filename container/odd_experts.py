@@ -32,14 +32,14 @@ class ExpertWatch:
         self._used: set[str] = set()
 
     def feed(self, start: int, data: npt.NDArray[np.uint8]) -> None:
-        """The payload's bytes from `start` on."""
+        """Take in the payload's bytes from `start` on."""
         for part in self._parts:
             first, last = max(part.offset, start), min(part.offset + part.nbytes, start + len(data))
             if first < last:
                 self._look(part, data[first - start : last - start])
 
     def problems(self) -> tuple[str, ...]:
-        """What is odd about the bytes that have passed, one phrase for each part."""
+        """Return the oddities of the bytes that have passed, one phrase for each part."""
         phrases = []
         for part in self._parts:
             if part.name in self._reserved:
@@ -59,7 +59,7 @@ class ExpertWatch:
 
 
 def odd_experts_note(odd: Mapping[ExpertKey, tuple[str, ...]]) -> str | None:
-    """One sentence that names odd experts as published ones, None when there are none."""
+    """Return a sentence that names odd experts as published ones, None when there are none."""
     if not odd:
         return None
     named = [f"layer {key.layer} expert {key.expert} ({', '.join(odd[key])})" for key in sorted(odd)[:_LISTED]]

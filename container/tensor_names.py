@@ -27,13 +27,13 @@ from k3.container.keys import ExpertLayout, ExpertPart, layer_of
 Shape = tuple[int, ...]
 
 ALL_TEXT_PREFIXES = ("language_model.", "")
-"""Where the text model's names may begin: inside the multimodal checkpoint, or alone."""
+"""Possible beginnings of the text model's names: inside the multimodal checkpoint, and alone."""
 
 _LISTED = 5  # names shown in an error before "and N more"
 
 
 def text_prefix(names: Iterable[str], path: Path | None = None) -> str:
-    """What the text model's tensor names begin with. SourceError when there are no embeddings at all."""
+    """Return the beginning of the text model's tensor names. SourceError when there are no embeddings at all."""
     present = set(names)
     for prefix in ALL_TEXT_PREFIXES:
         if f"{prefix}model.embed_tokens.weight" in present:

@@ -26,9 +26,9 @@ from k3.container.layout import (
     PARTIAL_SUFFIX,
 )
 from k3.container.manifest import Manifest
-from k3.container.presence import is_there
 from k3.container.model_check import check_model
 from k3.container.odd_experts import odd_experts_note
+from k3.container.presence import is_there
 from k3.container.reader import Container
 from k3.container.regular_file import RegularFile
 from k3.container.snapshot import Snapshot

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from k3.container.console import Progress, echo, report_error
 from k3.container.errors import K3Error
 from k3.container.streams import say
+from k3.container.vocabulary import Vocabulary, complete_names
 from k3.container.wording import visible, visible_lines, visible_text
 from k3.engine.output import TextOutput
 from k3.engine.tokenizer import Tokenizer
@@ -102,7 +103,8 @@ def test_the_item_of_a_progress_bar_is_visible(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(scope="module")
 def bytewise() -> Tokenizer:
     """A vocabulary of single bytes: any text is a sequence of its tokens."""
-    return Tokenizer({bytes([byte]): byte for byte in range(256)}, {}, frozenset())
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    return Tokenizer(Vocabulary(ranks, complete_names({}, 256), frozenset()))
 
 
 def shown_on(stream: Any, tokenizer: Tokenizer, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

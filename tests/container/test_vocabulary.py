@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,7 @@ def test_an_id_without_a_name_has_the_one_of_its_number() -> None:
 
 def test_mutated_files_are_taken_or_refused_by_name() -> None:
     dice = random.Random(9)
-    good = [
+    good: list[tuple[bytes, Callable[[bytes], object]]] = [
         ("".join(LINES).encode(), lambda data: parse_ranks(data, PATH)),
         (NAMES, lambda data: parse_special_names(data, PATH, 256)),
         (b'{"max_length": 1048576, "eos_token_id": [1, 2]}', lambda data: parse_eos_ids(data, PATH, 512)),
