@@ -9,6 +9,7 @@ and ETA through tqdm, or as JSON lines on stdout. Used from a command's main thr
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -247,14 +248,17 @@ def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | 
         return int(ExitCode.INTERNAL)
 
 
-def _refused_more(error: Exception) -> UnsupportedError | None:
-    """What to say when the system has run out of memory or of threads; None for any other error."""
+def _refused_more(error: Exception) -> K3Error | None:
+    """The error for a refusal that Python has no OSError for: of memory, of threads, of links in a circle."""
     if isinstance(error, MemoryError):
         advice = "Raise the limit (ulimit -v, the cgroup's), or let the command need less"
         return UnsupportedError("the system gave no more memory", advice=advice)
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":  # Python has no type for it
         advice = "Raise the limit (ulimit -u and -v, the cgroup's pids.max)"
         return UnsupportedError("the system gave no more threads", advice=advice)
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):  # of Path.resolve
+        loop = OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        return drive_error(str(error), loop, None, operation=Operation.LOOK)
     return None
 
 

@@ -143,6 +143,8 @@ class _File:
         if fd >= 0:
             try:
                 os.close(fd)
+            except InterruptedError:
+                return  # Linux has given the descriptor back before it says so
             except OSError as error:
                 raise drive_error("cannot close", error, self.path) from error
 

@@ -9,6 +9,7 @@ A `RegularFile` holds one descriptor until it is closed; reads may be made from 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -84,10 +85,11 @@ class RegularFile:
             done += got
 
     def close(self) -> None:
-        """Give the descriptor back; closing twice is harmless."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Give the descriptor back; closing twice is harmless, and so is a close that fails."""
+        descriptor, self._descriptor = self._descriptor, -1  # a close that fails has closed all the same
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     def __enter__(self) -> RegularFile:
         return self

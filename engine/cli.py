@@ -201,7 +201,11 @@ def _prompt(options: dict[str, Any]) -> tuple[tuple[int, ...] | None, str | None
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise click.UsageError(f"The prompt ({names[given[0]]}) is not valid UTF-8.") from None
+        encoding = sys.getfilesystemencoding()
+        raise click.UsageError(
+            f"The prompt ({names[given[0]]}) has bytes that are no {encoding}, the encoding of this locale. Give it "
+            "through --prompt-file, which is read as UTF-8 in every locale."
+        ) from None
     return None, text
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as `KeyboardInterrupt` in the main thread, but not inside a pool's or a future's own code.
+"""Ctrl-C, SIGTERM and SIGHUP as `KeyboardInterrupt` in the main thread, but not inside a pool's or a future's code.
 
 `ThreadPoolExecutor.submit` and `Future.result` take locks that are written in Python: an exception between taking
 one and the block that gives it back leaves it taken, the pool's threads wait for it forever, and so does who waits
@@ -30,10 +30,15 @@ class _Interrupts:
 
 
 def install() -> None:
-    """Let both signals interrupt, also where Ctrl-C is ignored and only SIGTERM can (a job in the background)."""
+    """Let the signals interrupt, also where Ctrl-C is ignored and only SIGTERM can (a job in the background).
+
+    A SIGHUP that is ignored (`nohup`) stays ignored.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _interrupt)
 
 
 def submit(pool: Executor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:

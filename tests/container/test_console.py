@@ -279,3 +279,17 @@ def test_emit_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("\n") == 1
     assert json.loads(out) == {"type": "x", "text": "two\nlines"}
     assert str(DamageError("plain")) == "plain"
+
+
+def test_links_in_a_circle_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").symlink_to("a")
+
+    def body() -> None:
+        (tmp_path / "a").resolve(strict=True)
+
+    with pytest.raises(SystemExit) as caught:
+        run(body)
+    assert caught.value.code == ExitCode.DRIVE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "in a circle" in said

@@ -14,7 +14,7 @@ from k3.repack import interrupts
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupts.install()
     yield
@@ -35,7 +35,7 @@ class _Interrupted(Executor):
         return Future()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_waits_until_work_is_handed_over(number: signal.Signals) -> None:
     pool = _Interrupted(number)
     with pytest.raises(KeyboardInterrupt):
@@ -49,3 +49,9 @@ def test_ctrl_c_stays_ignored_where_it_is() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupts.install()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_hangup_stays_ignored_where_it_is() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupts.install()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from tests.support.zygote import Fault
 
 _PATH = (e.EIO, e.EACCES, e.ENOENT, e.ELOOP, e.ENAMETOOLONG, e.ENOTDIR, e.ESTALE, e.ENOMEM)
-_TRANSFER = (e.EIO, e.EINTR, e.EBADF, e.ESTALE, e.ENODEV, e.EAGAIN)
+_TRANSFER = (e.EIO, e.EINTR, e.EBADF, e.ESTALE, e.ENODEV)
 _WRITING = (e.EIO, e.ENOSPC, e.EDQUOT, e.EFBIG, e.EINTR, e.EROFS, e.EPIPE)
+
+MISSING = frozenset({e.ENOENT, e.ENOTDIR, e.ELOOP})
+"""Answers that say a file is not there: of a file that must be, that is damage (exit code 1)."""
 
 ERRNOS: Mapping[str, Sequence[int]] = {
     "open": (*_PATH, e.EMFILE, e.ENFILE, e.EROFS, e.EINVAL, e.EINTR, e.ENOSPC, e.ETXTBSY),
