@@ -203,7 +203,7 @@ def _prompt(options: dict[str, Any]) -> tuple[tuple[int, ...] | None, str | None
     except UnicodeEncodeError:
         encoding = sys.getfilesystemencoding()
         raise click.UsageError(
-            f"The prompt ({names[given[0]]}) has bytes that are no {encoding}, the encoding of this locale. Give it "
+            f"The prompt ({names[given[0]]}) has bytes that are no {encoding}, this locale's encoding. Give it "
             "through --prompt-file, which is read as UTF-8 in every locale."
         ) from None
     return None, text

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as `KeyboardInterrupt` in the main thread, but not inside a pool's or a future's code.
+"""Ctrl-C, SIGTERM and SIGHUP as `KeyboardInterrupt` in the main thread, but not inside a pool's or future's code.
 
 `ThreadPoolExecutor.submit` and `Future.result` take locks that are written in Python: an exception between taking
 one and the block that gives it back leaves it taken, the pool's threads wait for it forever, and so does who waits

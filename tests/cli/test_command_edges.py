@@ -233,5 +233,5 @@ def test_lists_of_directories(words: list[str], wanted: list[str], monkeypatch: 
 def test_a_prompt_that_the_locale_cannot_decode_is_told_so() -> None:
     result = CliRunner().invoke(run, ["--container", NOWHERE, "M\udcfcnchen"], prog_name="k3")
     assert result.exit_code == 2
-    assert "the encoding of this locale" in " ".join(result.output.split())
+    assert "this locale's encoding" in " ".join(result.output.split())
     assert "--prompt-file" in result.output
