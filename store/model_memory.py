@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from k3.container import checksum
-from k3.container.direct import drive_error
-from k3.container.errno_advice import Operation
 from k3.container.errors import DamageError
-from k3.container.reader import Container
+from k3.container.reader import SMALL_FILE_BYTES_MAX, Container
+from k3.container.regular_file import read_small_file
 from k3.store import wire
 from k3.store.dense import load_dense, plan_runs
 from k3.store.descriptor import describe, place_dense
@@ -86,12 +85,7 @@ def _text_files(container: Container) -> dict[str, bytes]:
     found = {}
     for file in container.manifest.text_files:
         path = container.home / file.path
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            if isinstance(error, FileNotFoundError):
-                raise DamageError("a text file is missing", path=path, advice="Restore it, or repack") from error
-            raise drive_error("a text file cannot be read", error, path, operation=Operation.READ) from error
+        data = read_small_file(path, SMALL_FILE_BYTES_MAX, DamageError, "Restore it, or repack")
         if checksum.digest(data).hex() != file.digest:
             raise DamageError("a text file does not match its digest", path=path, advice="Restore it, or repack")
         found[file.path] = data

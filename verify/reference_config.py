@@ -14,6 +14,7 @@ from typing import Any
 from k3.container.errors import ConfigError, UnsupportedError
 from k3.container.modelconfig import text_config
 from k3.container.source import ModelSource
+from k3.container.wording import shown
 
 MLA_LATENT_NORM_EPS = 1e-6
 """Epsilon of q_a_layernorm and kv_a_layernorm.
@@ -142,13 +143,13 @@ class _Keys:
     def number(self, name: str) -> float:
         found = self.value(name)
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ConfigError(f"{name} is {found!r}, not a number", path=self.path)
+            raise ConfigError(f"{name} is {shown(found)}, not a number", path=self.path)
         return found
 
     def demand(self, name: str, answer: object) -> None:
         found = self.value(name)
         if found != answer:
-            raise UnsupportedError(f"{name} is {found!r}; only {answer!r} is known", path=self.path)
+            raise UnsupportedError(f"{name} is {shown(found)}; only {answer!r} is known", path=self.path)
 
 
 def _kda_layers(keys: _Keys, count: int) -> frozenset[int]:

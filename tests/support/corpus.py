@@ -1,0 +1,228 @@
+"""The files that others may hand us, and what reads each: for damage of every kind, by seed.
+
+A target is sound bytes and a function that reads them as the product does. What it returns says what was read, so
+that a reading of mutated bytes that is not refused can be compared with the right one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from k3.container import checksum
+from k3.container.architecture import ModelConfig
+from k3.container.catalog import CatalogReader
+from k3.container.headers import read_header
+from k3.container.keys import ExpertKey
+from k3.container.layout import CATALOG_NAME, MANIFEST_NAME, ROOT_NAME
+from k3.container.manifest import Manifest, parse_manifest
+from k3.container.modelconfig import parse_config
+from k3.container.reader import locate_roots, read_manifest
+from k3.container.regular_file import RegularFile
+from k3.container.vocabulary import (
+    GENERATION_NAME,
+    RANKS_NAME,
+    SPECIAL_NAMES_NAME,
+    parse_eos_ids,
+    parse_vocabulary,
+)
+from k3.engine.state import State
+from k3.engine.state_file import SavedState, write_state
+from k3.engine.tokenizer import Tokenizer
+from k3.repack.journal import Journal
+from k3.repack.journal_file import ShardRecord, read_journal
+from tests.engine.test_state_file import BINDING, filled, small_config
+from tests.support.containers import build_container
+from tests.support.engines import VECTORS
+from tests.support.mutants import MUTATIONS, mutated, mutated_json
+
+TARGETS = (
+    "catalog", "manifest", "manifest with its digest", "root.json", "journal", "config", "tokenizer",
+    "tokenizer config", "generation config", "state", "header",
+)  # fmt: skip
+"""Names of what `make_target` makes."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Sound bytes, their reader, and a maker of damaged ones. `agrees` holds for what may be read."""
+
+    sound: bytes
+    read: Callable[[bytes], Any]
+    mutate: Callable[[random.Random], bytes]
+    agrees: Callable[[Any], bool] = lambda found: True
+
+
+def any_damage(data: bytes) -> Callable[[random.Random], bytes]:
+    """A maker of damage of all kinds."""
+    return lambda rng: mutated(data, rng.choice(MUTATIONS), rng)
+
+
+def make_target(name: str, place: Path) -> Target:
+    """The target of this name; its files lie in `place`."""
+    makers: dict[str, Callable[[Path], Target]] = {
+        "catalog": _catalog, "manifest": _manifest, "manifest with its digest": _sealed_manifest,
+        "root.json": _root_file, "journal": _journal, "config": _config, "tokenizer": _tokenizer,
+        "tokenizer config": _tokenizer_config, "generation config": _generation_config, "state": _state,
+        "header": _header,
+    }  # fmt: skip
+    return makers[name](place)
+
+
+def _catalog(place: Path) -> Target:
+    path = build_container(place / "home", [place / "a"], [1, 2]).home / CATALOG_NAME
+    data = path.read_bytes()
+
+    def read(found: bytes) -> Any:
+        reader = CatalogReader(path, found)
+        experts = list(reader.experts())
+        assert all(reader.expert(layer, expert) == extents for layer, expert, extents in experts)
+        return reader.files(), reader.layers(), reader.tensors(), experts
+
+    return Target(data, read, any_damage(data))
+
+
+def _manifest(place: Path) -> Target:
+    home = build_container(place / "home", [place / "a"], [1, 2]).home
+    data = (home / MANIFEST_NAME).read_bytes()
+    right = parse_manifest(data, Path(MANIFEST_NAME))
+
+    def read(found: bytes) -> Manifest:
+        return parse_manifest(found, Path(MANIFEST_NAME))
+
+    return Target(data, read, lambda rng: mutated_json(data, rng), lambda found: bool(found == right))
+
+
+def _sealed_manifest(place: Path) -> Target:
+    target = _manifest(place)
+
+    def mutate(rng: random.Random) -> bytes:
+        changed = mutated_json(target.sound, rng)
+        try:
+            document = json.loads(changed)
+            document["digest"] = "0" * 32
+            blank = (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+        except (ValueError, RecursionError, TypeError):
+            return changed
+        return blank.replace(b"0" * 32 + b'"\n}', checksum.digest(blank).hex().encode() + b'"\n}')
+
+    return replace(target, mutate=mutate, agrees=lambda found: True)
+
+
+def _root_file(place: Path) -> Target:
+    built = build_container(place / "home", [place / "a"], [1, 2])
+    path = built.directories[1] / ROOT_NAME
+    data = path.read_bytes()
+    manifest = read_manifest(built.home)
+
+    def read(found: bytes) -> Any:
+        path.write_bytes(found)
+        return locate_roots(built.home, manifest, [])
+
+    right = read(data)
+    return Target(data, read, lambda rng: mutated_json(data, rng), lambda found: bool(found == right))
+
+
+def _journal(place: Path) -> Target:
+    path = place / "journal.mdb"
+    journal = Journal(path)
+    journal.begin({"shares": [1, 2], "probes": {}})
+    for start in range(0, 200, 40):
+        journal.commit({ExpertKey(0, n): (n.to_bytes(16, "big"),) for n in range(start, start + 40)}, {}, {})
+    journal.commit({}, {n: (bytes(16),) for n in range(9)}, {"s": ShardRecord("ab" * 32, 1, 2)})
+    journal.close()
+    data = path.read_bytes()
+    right = read_journal(path)
+
+    def read(found: bytes) -> Any:
+        path.write_bytes(found)
+        return read_journal(path)
+
+    def agrees(found: Any) -> bool:
+        if found.request is None:
+            return path.stat().st_size == 0
+        return bool(
+            found.request == right.request
+            and found.experts.items() <= right.experts.items()
+            and found.tensors.items() <= right.tensors.items()
+            and found.shards.items() <= right.shards.items()
+        )
+
+    return Target(data, read, any_damage(data), agrees)
+
+
+def _config(place: Path) -> Target:
+    data = (VECTORS / "tiny_s0" / "config.json").read_bytes()
+    path = Path("config.json")
+
+    def read(found: bytes) -> Any:
+        return ModelConfig.from_raw(parse_config(found, path), path)
+
+    return Target(data, read, lambda rng: mutated_json(data, rng))
+
+
+def _decoded(ranks: bytes, names: bytes) -> str:
+    vocabulary = parse_vocabulary(ranks, Path(RANKS_NAME), names, Path(SPECIAL_NAMES_NAME), 512)
+    return Tokenizer(vocabulary).decode(range(300))
+
+
+def _tokenizer(place: Path) -> Target:
+    data = (VECTORS / "tiny_s0" / RANKS_NAME).read_bytes()
+    names = (VECTORS / "tiny_s0" / SPECIAL_NAMES_NAME).read_bytes()
+    return Target(data, lambda found: _decoded(found, names), any_damage(data))
+
+
+def _tokenizer_config(place: Path) -> Target:
+    data = (VECTORS / "tiny_s0" / SPECIAL_NAMES_NAME).read_bytes()
+    ranks = (VECTORS / "tiny_s0" / RANKS_NAME).read_bytes()
+    return Target(data, lambda found: _decoded(ranks, found), lambda rng: mutated_json(data, rng))
+
+
+def _generation_config(place: Path) -> Target:
+    data = b'{"bos_token_id": 1, "eos_token_id": [2, 300], "pad_token_id": 0}\n'
+    path = Path(GENERATION_NAME)
+    return Target(data, lambda found: parse_eos_ids(found, path, 512), lambda rng: mutated_json(data, rng))
+
+
+def _state(place: Path) -> Target:
+    config = small_config()
+    state = filled(config, 4, 3, np.random.default_rng(1))
+    path = place / "state"
+    write_state(path, state, config, BINDING, [1, 2, 3], np.zeros(5, np.float32), "ids")
+    data = path.read_bytes()
+
+    def read(found: bytes) -> Any:
+        path.write_bytes(found)
+        into = State(config, 4)
+        with SavedState(path, BINDING, config) as saved:
+            logits = saved.restore(into)
+        return logits.tobytes(), into.position
+
+    right = read(data)
+    return Target(data, read, any_damage(data), lambda found: bool(found == right))
+
+
+def _header(place: Path) -> Target:
+    whole = min((VECTORS / "tiny_s0").glob("*.safetensors"))
+    data = whole.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    path = place / "x.safetensors"
+
+    def read(found: bytes) -> Any:
+        path.write_bytes(found)
+        with RegularFile(path) as file:
+            return read_header(file)[1]
+
+    def mutate(rng: random.Random) -> bytes:
+        if rng.random() < 0.3:
+            return mutated(data[:size], rng.choice(MUTATIONS), rng) + data[size:]
+        header = mutated_json(data[8:size], rng)
+        return len(header).to_bytes(8, "little") + header + data[size:]
+
+    return Target(data, read, mutate)
