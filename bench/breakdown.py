@@ -29,7 +29,7 @@ import numpy as np
 from loaded import Loaded, loaded
 
 from k3 import kernels
-from k3.engine.ceilings import MemoryMeter
+from k3.engine.report.machine_rates import MemoryMeter
 
 BY_TENSOR = (
     (r"self_attn\.(f_a|f_b|b)_proj", "KDA: decay and beta projections"),

@@ -2,11 +2,12 @@
 
     python bench/decode.py --container HOME [--rounds 5] [--tokens 8] [--past 1024] [--threads N]
 
-Bytes of a token, by `engine/traffic.py`: all dense weights that are multiplied with their scales, one row of the
-embeddings, the experts of the token in every layer as they lie on disk, KDA states read and written, the latent
-cache read. The time is a whole step's: attention, experts, mixes, head, Python and all. Guests of one host share
-its memory, whose rate jumps: it is measured before and after each step, and a step's ratio is to the mean of both.
-A round is `--tokens` steps and shows their medians.                                      goal: ratio >= 0.75
+Bytes of a token, by `engine/report/bytes_per_pass.py`: all dense weights that are multiplied with their scales,
+one row of the embeddings, the experts of the token in every layer as they lie on disk, KDA states read and
+written, the latent cache read. The time is a whole step's: attention, experts, mixes, head, Python and all. Guests
+of one host share its memory, whose rate jumps: it is measured before and after each step, and a step's ratio is to
+the mean of both. A round is `--tokens` steps and shows their medians.                                      goal:
+ratio >= 0.75
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from loaded import Loaded, loaded
 
 from k3 import kernels
-from k3.engine.ceilings import MemoryMeter
+from k3.engine.report.machine_rates import MemoryMeter
 
 GOAL = 0.75
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from k3.container.pages import huge_buffer, populate
+from k3.base.page_buffers import huge_buffer, populate
 
 BLOCK_BYTES = 8 << 20
 DEPTH = 6

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from k3.container.direct import ReadFile
-from k3.container.pages import huge_buffer, populate
-from k3.store.native import Io, NativeRing, NativeServer, ServerSettings, slot_bytes_for
-from k3.store.ring_layout import Op
+from k3.base.direct_io import ReadFile
+from k3.base.page_buffers import huge_buffer, populate
+from k3.store.protocol.native import Io, NativeRing, NativeServer, ServerSettings, slot_bytes_for
+from k3.store.protocol.ring_layout import Op
 
 EXPERT_BYTES = 17_547_264
 CHUNK_BYTES = 4 << 20

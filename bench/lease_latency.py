@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from k3.store.native import NativeRing, NativeServer, ServerSettings, slot_bytes_for
-from k3.store.ring_layout import Op
+from k3.store.protocol.native import NativeRing, NativeServer, ServerSettings, slot_bytes_for
+from k3.store.protocol.ring_layout import Op
 
 PAYLOAD_BYTES = 64 << 10  # what is in a slot does not matter to a hit
 

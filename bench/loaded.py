@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from k3.container.reader import Container
-from k3.engine.finding import open_model_files
-from k3.engine.model import Model
-from k3.engine.ready import ready_model
-from k3.engine.session import Session
-from k3.engine.settings import ModelSettings
-from k3.engine.state import MlaState
-from k3.engine.traffic import Traffic
+from k3.engine.definition.settings import ModelSettings
+from k3.engine.forward.model import Model
+from k3.engine.forward.state import MlaState
+from k3.engine.launch.model_files import open_model_files
+from k3.engine.report.bytes_per_pass import Traffic
+from k3.engine.run.ready import ready_model
+from k3.engine.run.session import Session
 from k3.store.source import ExpertSource
 
 CHUNK = 32

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from routing import K3_SHAPE, Text, passes, sticky, topics, uniform, zipf
 
-from k3.store.policies import MODELS
-from k3.store.requests import Requests
-from k3.store.simulate import BELADY, simulate
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.store.routing.policies import MODELS
+from k3.store.routing.simulate import BELADY, simulate
+from k3.store.routing.trace_requests import Requests
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 
 ROOMS = (0.2, 0.35, 0.6, 0.9, 1.1, 1.3, 1.6, 2.0, 2.5, 3.5, 5.0, 8.0, 12.0)
 """Cache sizes, in what one token touches: 25.8 GB in the real model."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from loaded import Loaded, loaded
 
-from k3.engine.session import Session
+from k3.engine.run.session import Session
 
 WAYS = {"streaming": 0, "cached": None}
 

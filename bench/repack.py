@@ -23,7 +23,7 @@ from typing import Any
 
 from drive import BLOCK_BYTES, read_and_write, read_files
 
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from k3.store.route_trace import Choice, RoutedPass, RouteHeader, TracedLayer
+from k3.store.routing.route_trace import Choice, RoutedPass, RouteHeader, TracedLayer
 
 Tokens = Iterator[npt.NDArray[np.uint16]]  # one token after the other, [layers, top_k], ascending in each layer
 Scores = npt.NDArray[np.float32]

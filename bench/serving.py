@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from k3.container.errors import DaemonError
-from k3.store.link import ask_status
+from k3.base.errors import DaemonError
+from k3.store.client.socket_link import ask_status
 
 START_S = 300.0
 

@@ -42,7 +42,7 @@ from store_clients import latency_round, sharing, start_round
 from store_reads import cold_rounds, is_direct, page_rounds, shares_round
 
 from k3.container.reader import Container
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 
 COLD_ROUNDS = 4
 """Rounds of cold reads through one daemon; then another is started."""

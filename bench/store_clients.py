@@ -14,10 +14,10 @@ import numpy as np
 from serving import Daemon
 
 from k3.container.reader import Container
-from k3.store.client import DaemonSource
-from k3.store.link import Link
-from k3.store.native import slot_bytes_for
-from k3.store.ring_layout import Op, Source
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.client.socket_link import Link
+from k3.store.protocol.native import slot_bytes_for
+from k3.store.protocol.ring_layout import Op, Source
 
 PROMPT = "1,2,3"
 

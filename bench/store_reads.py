@@ -13,13 +13,13 @@ from types import TracebackType
 import numpy as np
 from serving import Daemon
 
-from k3.container.direct import ReadFile
-from k3.container.keys import Extent
+from k3.base.direct_io import ReadFile
 from k3.container.layout import DIGEST_BYTES, pack_piece
 from k3.container.reader import Container
-from k3.store.link import Link
-from k3.store.native import NativeRing, NativeServer, ServerSettings, slot_bytes_for
-from k3.store.ring_layout import Op, Source, Status
+from k3.model.keys import Extent
+from k3.store.client.socket_link import Link
+from k3.store.protocol.native import NativeRing, NativeServer, ServerSettings, slot_bytes_for
+from k3.store.protocol.ring_layout import Op, Source, Status
 
 CHUNK_BYTES = 4 << 20
 DEPTH = 4

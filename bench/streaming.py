@@ -31,19 +31,19 @@ from pathlib import Path
 import numpy as np
 
 from k3 import kernels
-from k3.container.architecture import ModelConfig
-from k3.container.huge_pages import HugePages
-from k3.container.pages import huge_buffer, populate
+from k3.base.huge_pages import HugePages
+from k3.base.page_buffers import huge_buffer, populate
 from k3.container.reader import Container
-from k3.engine.ceilings import MemoryMeter
-from k3.engine.lookahead import Array, LookAhead
-from k3.engine.model import Model
-from k3.engine.model_options import ModelOptions
-from k3.engine.observer import Observers, PassObserver
-from k3.engine.state import State
-from k3.engine.trace_observers import LastRouting
-from k3.store.fetch import PART_BYTES, buffer_bytes
-from k3.store.file import DEFAULT_THREADS, WORKING_SLOTS, FileSource
+from k3.engine.definition.model_options import ModelOptions
+from k3.engine.forward.lookahead import Array, LookAhead
+from k3.engine.forward.model import Model
+from k3.engine.forward.observer import Observers, PassObserver
+from k3.engine.forward.state import State
+from k3.engine.report.machine_rates import MemoryMeter
+from k3.engine.run.trace_observers import LastRouting
+from k3.model.architecture import ModelConfig
+from k3.store.local.fetch import PART_BYTES, buffer_bytes
+from k3.store.local.file_source import DEFAULT_THREADS, WORKING_SLOTS, FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
 
 Asked = dict[int, list[int]]

@@ -16,17 +16,17 @@ from typing import Any
 
 import lmdb
 
+from k3.base.direct_io import drive_error
+from k3.base.errno_advice import Operation
+from k3.base.errors import ContainerError, DamageError, K3Error
+from k3.base.free_space import free_bytes
+from k3.base.new_file import create_instead, path_of
+from k3.base.page_tree import Database, PageTree
+from k3.base.regular_file import read_small_file
 from k3.container.catalog_record import OFFSET_MAX, CatalogExtent, Record
-from k3.container.direct import drive_error
-from k3.container.errno_advice import Operation
-from k3.container.errors import ContainerError, DamageError, K3Error
-from k3.container.free_space import free_bytes
-from k3.container.keys import EXPERTS_MAX, Encoding, ExpertLayout, ExpertPart, tensor_bytes
 from k3.container.layout import EXPERT_KEY, NUMBER_KEY, unpack_pieces
 from k3.container.manifest import DataFile
-from k3.container.new_file import create_instead, path_of
-from k3.container.page_tree import Database, PageTree
-from k3.container.regular_file import read_small_file
+from k3.model.keys import EXPERTS_MAX, Encoding, ExpertLayout, ExpertPart, tensor_bytes
 
 _DATABASES = (b"files", b"layers", b"experts", b"tensors")
 _SPARE_BYTES = 1 << 20

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from k3.container.errors import DamageError
-from k3.container.keys import DTYPE_BITS, Encoding
-from k3.container.strict_json import parse_object
-from k3.container.wording import is_plain, shown
+from k3.base.errors import DamageError
+from k3.base.safe_text import is_plain, shown
+from k3.base.strict_json import parse_object
+from k3.model.keys import DTYPE_BITS, Encoding
 
 _T = TypeVar("_T")
 

@@ -27,17 +27,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from k3.container import checksum
+from k3.base import checksum
+from k3.base.direct_io import ReadFile
+from k3.base.errors import DamageError, DriveError, K3Error
+from k3.base.huge_pages import HugePages, huge_pages
+from k3.base.page_buffers import huge_memory, populate
 from k3.container.dense_plan import PIECE_BYTES, Placed, plan_dense
-from k3.container.direct import ReadFile
-from k3.container.errors import DamageError, DriveError, K3Error
-from k3.container.huge_pages import HugePages, huge_pages
-from k3.container.pages import huge_memory, populate
 from k3.container.reader import Container
-from k3.container.source import EncodedTensor
+from k3.model.model_source import EncodedTensor
 
 if TYPE_CHECKING:
-    from k3.container.direct import Bytes
+    from k3.base.direct_io import Bytes
 
 LANES = 4
 """Reads in flight."""
@@ -314,7 +314,7 @@ class DenseLoad:
 
     def _tensor(self, name: str, place: int) -> EncodedTensor:
         """A checked tensor whose last extent is number `place`, as arrays."""
-        from k3.container.encoded import encoded_tensor
+        from k3.model.encoded_tensor import encoded_tensor
 
         entry = self._entries[name]
         if entry.scales is None:

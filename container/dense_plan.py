@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from k3.base.errors import UnsupportedError
+from k3.base.pages import PAGE_BYTES
 from k3.container.catalog import CatalogTensor
 from k3.container.catalog_record import CatalogExtent
-from k3.container.errors import UnsupportedError
-from k3.container.keys import PAGE_BYTES
 
 PIECE_BYTES = 8 << 20
 """Most bytes of one read: long enough for a drive's full rate, short enough for its last bytes not to wait."""

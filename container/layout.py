@@ -9,18 +9,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from k3.container.headers import build_header
-from k3.container.keys import PAGE_BYTES, ExpertLayout, page_ceil, tensor_bytes
-from k3.container.presence import is_file
+from k3.base.pages import PAGE_BYTES, page_ceil
+from k3.checkpoint.safetensors_header import build_header
+from k3.model.keys import ExpertLayout, tensor_bytes
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 
 FORMAT = "k3-container"
 ROOT_FORMAT = "k3-container-root"
 VERSION = 1
 
-MANIFEST_NAME = "manifest.json"
-CATALOG_NAME = "catalog.mdb"
 JOURNAL_NAME = "journal.mdb"
 ROOT_NAME = "root.json"
 DENSE_NAME = "dense.safetensors"
@@ -47,11 +45,6 @@ class Piece:
     payload_offset: int
     payload_bytes: int
     stored_bytes: int
-
-
-def is_container(directory: Path) -> bool:
-    """Whether a directory is the home of a finished container, by the names of its files."""
-    return is_file(directory / MANIFEST_NAME) and is_file(directory / CATALOG_NAME)
 
 
 def expert_file_name(layer: int) -> str:

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from k3.container import checksum
-from k3.container.errors import ContainerError, DamageError, NotAContainerError, VersionError
+from k3.base import checksum
+from k3.base.errors import ContainerError, DamageError, NotAContainerError, VersionError
+from k3.base.safe_text import is_plain, shown, shown_text
 from k3.container.layout import FORMAT, VERSION
-from k3.container.wording import is_plain, shown, shown_text
 
 _T = TypeVar("_T")
 

@@ -14,11 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3.container import checksum
-from k3.container.catalog import CATALOG_BYTES_MAX, CatalogLayer, CatalogReader, CatalogTensor
-from k3.container.catalog_record import CatalogExtent
-from k3.container.direct import ReadFile, span_bytes
-from k3.container.errors import (
+from k3.base import checksum
+from k3.base.direct_io import ReadFile, span_bytes
+from k3.base.errors import (
     ContainerError,
     DamageError,
     DriveError,
@@ -26,17 +24,20 @@ from k3.container.errors import (
     NotAContainerError,
     VersionError,
 )
-from k3.container.hf_cache import possible_snapshots
-from k3.container.identity import GENERATION_CONFIG_NAME, ModelIdentity, config_identity, text_identity
-from k3.container.keys import ExpertLayout, Extent
-from k3.container.layout import JOURNAL_NAME, MANIFEST_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
+from k3.base.page_buffers import huge_buffer
+from k3.base.presence import is_directory, is_there
+from k3.base.regular_file import read_small_file, regular_size
+from k3.base.strict_json import parse_object
+from k3.checkpoint.hf_cache import possible_snapshots
+from k3.container.catalog import CATALOG_BYTES_MAX, CatalogLayer, CatalogReader, CatalogTensor
+from k3.container.catalog_record import CatalogExtent
+from k3.container.layout import JOURNAL_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
-from k3.container.modelconfig import CONFIG_NAME, parse_config
-from k3.container.pages import huge_buffer
-from k3.container.presence import is_directory, is_there
-from k3.container.regular_file import read_small_file, regular_size
-from k3.container.source import EncodedTensor
-from k3.container.strict_json import parse_object
+from k3.model.identity import GENERATION_CONFIG_NAME, ModelIdentity, config_identity, text_identity
+from k3.model.keys import ExpertLayout, Extent
+from k3.model.kinds import MANIFEST_NAME
+from k3.model.model_config import CONFIG_NAME, parse_config
+from k3.model.model_source import EncodedTensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,7 +121,7 @@ class Container:
 
     def read_tensor(self, name: str) -> EncodedTensor:
         """A dense tensor, digest-checked. KeyError when there is none; DamageError or DriveError otherwise."""
-        from k3.container.encoded import encoded_tensor  # NumPy takes longer to import than a container to open
+        from k3.model.encoded_tensor import encoded_tensor  # NumPy takes longer to import than a container to open
 
         entry = self._tensors[name]
         scales = None if entry.scales is None else self._read(entry.scales, name)

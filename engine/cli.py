@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from k3.container import console
-from k3.container.errors import ExitCode
-from k3.container.option_types import Real, Whole
-from k3.engine.option_types import Ids
-from k3.engine.options import engine_options, model_options, model_settings
+from k3.base import cli_support
+from k3.base.errors import ExitCode
+from k3.base.option_types import Real, Whole
+from k3.container.layout import VERSION
+from k3.engine.launch.options import engine_options, model_options, model_settings
+from k3.engine.launch.run_option_types import Ids
 
 if TYPE_CHECKING:
-    from k3.engine.settings import RunSettings
+    from k3.engine.definition.settings import RunSettings
 
 DEFAULT_GENERATE = 32
 DEFAULT_CHUNK = 64
@@ -31,7 +32,7 @@ _EXIT_CODES = (
 )  # fmt: skip
 
 
-class _RunOrBench(console.Command):
+class _RunOrBench(cli_support.Command):
     """`k3-run`, whose first word may be `bench`: then everything after it is `k3-run bench`'s."""
 
     def main(
@@ -45,7 +46,7 @@ class _RunOrBench(console.Command):
         """See click.Command."""
         words = list(sys.argv[1:] if args is None else args)
         if words[:1] == ["bench"]:
-            from k3.engine.bench_cli import bench
+            from k3.engine.report.bench_command import bench
 
             name = prog_name or Path(sys.argv[0]).name
             return bench.main(words[1:], f"{name} bench", complete_var, standalone_mode, **extra)
@@ -55,7 +56,7 @@ class _RunOrBench(console.Command):
 @click.command(
     cls=_RunOrBench,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110},
-    epilog=console.exit_code_help(_EXIT_CODES),
+    epilog=cli_support.exit_code_help(_EXIT_CODES),
 )
 @click.argument("text", required=False)
 @model_options
@@ -129,7 +130,7 @@ class _RunOrBench(console.Command):
     "--memory-gb-per-s", type=Real(0, 1e9, above=True), help="With --plan: this rate, not a measured one."
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout: tokens as they come, then a summary.")
-@console.version_option
+@cli_support.version_option(VERSION)
 def main(**options: Any) -> None:
     """Continue a prompt with a Kimi K3 model.
 
@@ -146,24 +147,26 @@ def main(**options: Any) -> None:
 
     def body() -> None:
         if options["plan"]:
-            from k3.engine.planning import PlanOptions, print_plan
+            from k3.engine.report.plan_command import PlanOptions, print_plan
 
             print_plan(settings, PlanOptions(*rates))
             return
-        from k3.engine.interrupts import ended_like_ctrl_c
-        from k3.engine.starting import launch
+        from k3.engine.launch.launched import launch
+        from k3.engine.run.deferred_signals import ended_like_ctrl_c
 
         with ended_like_ctrl_c(), launch(settings) as launched:
-            from k3.engine.run import generate  # imports NumPy, the kernels and the model while the drive reads
+            from k3.engine.run.generation import (
+                generate,  # imports NumPy, the kernels and the model while the drive reads
+            )
 
             generate(launched, settings)
 
-    console.run(body, as_json=settings.as_json, on_interrupt="what was generated so far is all")
+    cli_support.run(body, as_json=settings.as_json, on_interrupt="what was generated so far is all")
 
 
 def _settings(options: dict[str, Any]) -> RunSettings:
     """Options as settings. click.UsageError for combinations that mean nothing."""
-    from k3.engine.settings import RunSettings, SamplerOptions
+    from k3.engine.definition.settings import RunSettings, SamplerOptions
 
     ids, text = _prompt(options)
     return RunSettings(

@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from k3.container import checksum
-from k3.container.direct import Bytes
-from k3.container.errors import ShardError
-from k3.container.keys import ExpertKey, page_ceil
-from k3.container.odd_experts import ExpertWatch
+from k3.base import checksum
+from k3.base.direct_io import Bytes
+from k3.base.errors import ShardError
+from k3.base.pages import page_ceil
+from k3.checkpoint.odd_experts import ExpertWatch
+from k3.model.keys import ExpertKey
 from k3.repack.buffers import BufferPool
 from k3.repack.dense import OUTPUT_BYTES, DenseSink
 from k3.repack.destination import Destination
 from k3.repack.plan import ExpertRoute, Plan, PlannedTensor, Route
+from k3.repack.scratch_file import Scratch
 from k3.repack.shard_stream import ShardStreamer
-from k3.repack.spill import Scratch
 
 RESIDENT_EXPERTS = 4
 """Experts that may be incomplete in memory at once; further ones wait in the scratch file."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import queue
 import threading
 
-from k3.container.direct import Bytes
-from k3.container.pages import huge_buffer
+from k3.base.direct_io import Bytes
+from k3.base.page_buffers import huge_buffer
 
 
 class BufferPool:

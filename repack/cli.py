@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from k3.container.console import (
+from k3.base.cli_support import (
     Command,
     Progress,
     echo,
@@ -22,10 +22,11 @@ from k3.container.console import (
     run,
     version_option,
 )  # fmt: skip
-from k3.container.errors import ExitCode
-from k3.container.option_types import SizeType, directories_option, short
-from k3.container.recipe import MATRIX_ENCODINGS, Recipe
-from k3.container.wording import counted
+from k3.base.errors import ExitCode
+from k3.base.option_types import SizeType, directories_option, short
+from k3.base.safe_text import counted
+from k3.container.layout import VERSION
+from k3.model.tensor_recipe import MATRIX_ENCODINGS, Recipe
 from k3.repack import interrupts
 from k3.repack.comparison import Cause, Comparison
 from k3.repack.plan import Plan
@@ -163,7 +164,7 @@ class _Display(Watcher):
     help="Go past the page cache (default).",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
-@version_option
+@version_option(VERSION)
 def main(
     snapshot: Path,
     container: Path,

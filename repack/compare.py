@@ -19,16 +19,17 @@ from pathlib import Path
 import numpy as np
 
 from k3 import kernels
-from k3.container import checksum
+from k3.base import checksum
+from k3.base.direct_io import Bytes, ReadFile, aligned_buffer, span_bytes
+from k3.base.errors import DriveError
+from k3.base.huge_pages import huge_pages
+from k3.base.ledger import Ledger, Tally
+from k3.base.presence import status, was_absent
 from k3.container.catalog_record import CatalogExtent
-from k3.container.direct import Bytes, ReadFile, aligned_buffer, span_bytes
-from k3.container.errors import DriveError
-from k3.container.huge_pages import huge_pages
-from k3.container.keys import ExpertKey
-from k3.container.layout import MANIFEST_NAME, ROOT_NAME
-from k3.container.ledger import Ledger, Tally
-from k3.container.presence import status, was_absent
+from k3.container.layout import ROOT_NAME
 from k3.container.reader import Container, went_away
+from k3.model.keys import ExpertKey
+from k3.model.kinds import MANIFEST_NAME
 from k3.repack.assemble import EXPERT_BUFFERS, Assembler
 from k3.repack.buffers import BufferPool
 from k3.repack.comparison import (

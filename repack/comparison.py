@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from k3.container.errors import ExitCode, K3Error
-from k3.container.huge_pages import HugePages
-from k3.container.keys import ExpertKey
-from k3.container.ledger import Ledger
+from k3.base.errors import ExitCode, K3Error
+from k3.base.huge_pages import HugePages
+from k3.base.ledger import Ledger
+from k3.checkpoint.shard import Shard
 from k3.container.manifest import Manifest
-from k3.container.shard import Shard
+from k3.model.keys import ExpertKey
 from k3.repack.plan import Plan, PlannedTensor, Span
 
 

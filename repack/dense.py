@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
-from k3.container import checksum
-from k3.container.direct import Bytes
-from k3.container.encoded import NUMPY_DTYPES
-from k3.container.errors import QuantizeError
-from k3.container.keys import PAGE_BYTES, Encoding, page_ceil
+from k3.base import checksum
+from k3.base.direct_io import Bytes
+from k3.base.errors import QuantizeError
+from k3.base.pages import PAGE_BYTES, page_ceil
+from k3.model.encoded_tensor import NUMPY_DTYPES
+from k3.model.keys import Encoding
 from k3.repack.buffers import BufferPool
 from k3.repack.destination import Destination
 from k3.repack.plan import PlannedTensor, Span, row_bytes

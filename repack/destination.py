@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from k3.container.direct import Bytes
-from k3.container.keys import ExpertKey
+from k3.base.direct_io import Bytes
+from k3.model.keys import ExpertKey
 from k3.repack.buffers import BufferPool
 from k3.repack.plan import PlannedTensor, Span
 

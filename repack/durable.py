@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from k3.container.errors import IncompleteError
-from k3.container.keys import ExpertKey
-from k3.container.ledger import Ledger
-from k3.container.wording import counted
+from k3.base.errors import IncompleteError
+from k3.base.ledger import Ledger
+from k3.base.safe_text import counted
+from k3.model.keys import ExpertKey
 from k3.repack.comparison import tensor_spans
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan

@@ -17,13 +17,13 @@ from typing import Any
 
 import lmdb
 
+from k3.base.direct_io import drive_error, sync_directory, sync_file
+from k3.base.errno_advice import Operation
+from k3.base.errors import DamageError, K3Error, ResumeError
+from k3.base.new_file import create_unguessed, path_of, remove_unguessed
 from k3.container.catalog import lmdb_error
-from k3.container.direct import drive_error, sync_directory, sync_file
-from k3.container.errno_advice import Operation
-from k3.container.errors import DamageError, K3Error, ResumeError
-from k3.container.keys import ExpertKey
 from k3.container.layout import EXPERT_KEY, NUMBER_KEY
-from k3.container.new_file import create_unguessed, path_of, remove_unguessed
+from k3.model.keys import ExpertKey
 from k3.repack.journal_file import (
     DATABASES,
     REQUEST_KEY,

@@ -2,7 +2,7 @@
 
 Every value in `journal.mdb` begins with the digest of its key and of what follows, so that a record is either what
 was written or is known not to be. A record that is not makes its unit unknown, which is then made again; only what
-the run was asked to do cannot be done without. The tree around the records is read by `container.page_tree`.
+the run was asked to do cannot be done without. The tree around the records is read by `base.page_tree`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from k3.container import checksum
-from k3.container.errors import DamageError, ResumeError
-from k3.container.keys import ExpertKey
+from k3.base import checksum
+from k3.base.errors import DamageError, ResumeError
+from k3.base.page_tree import PageTree
+from k3.base.regular_file import read_small_file
+from k3.base.strict_json import parse_object
 from k3.container.layout import DIGEST_BYTES, EXPERT_KEY, NUMBER_KEY
-from k3.container.page_tree import PageTree
-from k3.container.regular_file import read_small_file
-from k3.container.strict_json import parse_object
+from k3.model.keys import ExpertKey
 
 DATABASES = (b"request", b"experts", b"tensors", b"shards")
 REQUEST_KEY = b"request-2"

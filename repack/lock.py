@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
-from k3.container.direct import drive_error
-from k3.container.errno_advice import NOT_SUPPORTED, Operation
-from k3.container.errors import ResumeError
-from k3.container.notes import note_once
+from k3.base.direct_io import drive_error
+from k3.base.errno_advice import NOT_SUPPORTED, Operation
+from k3.base.errors import ResumeError
+from k3.base.notes import note_once
 
 
 class RootLocks(AbstractContextManager[None]):

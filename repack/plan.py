@@ -10,17 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from k3.container.errors import ExpertError, SourceError
-from k3.container.keys import (
-    Encoding,
-    ExpertKey,
-    ExpertLayout,
-    Extent,
-    is_vision,
-    layer_of,
-    parse_expert_name,
-    tensor_bytes,
-)
+from k3.base.errors import ExpertError, SourceError
+from k3.checkpoint.shard import SourceTensor
+from k3.checkpoint.snapshot import Snapshot
 from k3.container.layout import (
     DENSE_NAME,
     PAD_PREFIX,
@@ -32,9 +24,17 @@ from k3.container.layout import (
     expert_file_layout,
     expert_file_name,
 )
-from k3.container.recipe import Recipe, mla_layers
-from k3.container.shard import SourceTensor
-from k3.container.snapshot import Snapshot
+from k3.model.keys import (
+    Encoding,
+    ExpertKey,
+    ExpertLayout,
+    Extent,
+    is_vision,
+    layer_of,
+    parse_expert_name,
+    tensor_bytes,
+)
+from k3.model.tensor_recipe import Recipe, mla_layers
 
 INT4_GROUP = 64
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3.container.errno_advice import Operation, refusal
-from k3.container.errors import DriveError, SpaceError
-from k3.container.free_space import free_bytes, largest_file_bytes
+from k3.base.errno_advice import Operation, refusal
+from k3.base.errors import DriveError, SpaceError
+from k3.base.free_space import free_bytes, largest_file_bytes
+from k3.base.notes import note_once
 from k3.container.layout import PARTIAL_SUFFIX
-from k3.container.notes import note_once
 from k3.repack.assemble import RESIDENT_EXPERTS
 from k3.repack.plan import Plan
 from k3.repack.probe import read_rate
 from k3.repack.publish import small_files
-from k3.repack.spill import scratch_bytes
+from k3.repack.scratch_file import scratch_bytes
 
 _JOURNAL_BYTES_PER_EXPERT = 128
 _CATALOG_BYTES_PER_EXPERT = 256

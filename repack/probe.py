@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from k3.container.direct import ReadFile, WriteFile, drive_error
-from k3.container.errno_advice import Operation
-from k3.container.new_file import create_unguessed, remove_unguessed
-from k3.container.pages import huge_buffer, populate
+from k3.base.direct_io import ReadFile, WriteFile, drive_error
+from k3.base.errno_advice import Operation
+from k3.base.new_file import create_unguessed, remove_unguessed
+from k3.base.page_buffers import huge_buffer, populate
 
 PROBE_BYTES = 128 << 20
 REQUEST_BYTES = 4 << 20

@@ -14,16 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from k3.container import checksum
+from k3.base import checksum
+from k3.base.direct_io import ReadFile, WriteFile, aligned_buffer, drive_error, sync_directory, sync_file
+from k3.base.errno_advice import Operation
+from k3.base.errors import DriveError, SourceError
+from k3.base.new_file import create_instead
+from k3.base.pages import PAGE_BYTES
+from k3.base.presence import is_there
+from k3.base.regular_file import regular_size
+from k3.checkpoint.snapshot import Snapshot
 from k3.container.catalog import CatalogLayer, CatalogTensor, write_catalog
 from k3.container.catalog_record import CatalogExtent
-from k3.container.direct import ReadFile, WriteFile, aligned_buffer, drive_error, sync_directory, sync_file
-from k3.container.errno_advice import Operation
-from k3.container.errors import DriveError, SourceError
-from k3.container.keys import PAGE_BYTES, layer_of
 from k3.container.layout import (
-    CATALOG_NAME,
-    MANIFEST_NAME,
     PARTIAL_SUFFIX,
     PIECE_RECORD,
     RESERVED_NAMES,
@@ -33,10 +35,8 @@ from k3.container.layout import (
     pack_piece,
 )
 from k3.container.manifest import DataFile, Geometry, Manifest, Root, SmallFile, SourceShard, content_identity
-from k3.container.new_file import create_instead
-from k3.container.presence import is_there
-from k3.container.regular_file import regular_size
-from k3.container.snapshot import Snapshot
+from k3.model.keys import layer_of
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan, Span
 

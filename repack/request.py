@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3.container.errors import ResumeError, SourceError
-from k3.container.layout import is_container
-from k3.container.recipe import Recipe
+from k3.base.errors import ResumeError, SourceError
+from k3.model.kinds import is_container
+from k3.model.tensor_recipe import Recipe
 
 DEFAULT_RECIPE = Recipe()
 

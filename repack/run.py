@@ -13,30 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from k3.container import checksum
-from k3.container.direct import drive_error, sync_directory
-from k3.container.errno_advice import Operation
-from k3.container.errors import DamageError, K3Error, ShardError
-from k3.container.huge_pages import HugePages, huge_pages
-from k3.container.layout import (
-    DIGEST_BYTES,
-    EXPERTS_DIRECTORY,
-    JOURNAL_NAME,
-    MANIFEST_NAME,
-    PARTIAL_SUFFIX,
-)
+from k3.base import checksum
+from k3.base.direct_io import drive_error, sync_directory
+from k3.base.errno_advice import Operation
+from k3.base.errors import DamageError, K3Error, ShardError
+from k3.base.huge_pages import HugePages, huge_pages
+from k3.base.presence import is_there
+from k3.base.regular_file import RegularFile
+from k3.checkpoint.model_check import check_model
+from k3.checkpoint.odd_experts import odd_experts_note
+from k3.checkpoint.snapshot import Snapshot
+from k3.container.layout import DIGEST_BYTES, EXPERTS_DIRECTORY, JOURNAL_NAME, PARTIAL_SUFFIX
 from k3.container.manifest import Manifest
-from k3.container.model_check import check_model
-from k3.container.odd_experts import odd_experts_note
-from k3.container.presence import is_there
 from k3.container.reader import Container
-from k3.container.regular_file import RegularFile
-from k3.container.snapshot import Snapshot
+from k3.model.kinds import MANIFEST_NAME
 from k3.repack.assemble import Assembler
 from k3.repack.compare import compare_with_source
 from k3.repack.comparison import Comparison
+from k3.repack.destination_state import is_in_place, recognise, refuse_foreign_files
 from k3.repack.durable import refuse_unfinished
-from k3.repack.existing import is_in_place, recognise, refuse_foreign_files
 from k3.repack.journal import Journal
 from k3.repack.journal_file import START_ANEW, ShardRecord
 from k3.repack.lock import RootLocks
@@ -44,8 +39,8 @@ from k3.repack.plan import Plan
 from k3.repack.preflight import check_file_sizes, check_space, drive_needs
 from k3.repack.probe import drive_rate, shares_from_rates
 from k3.repack.publish import finish_data_files, left_behind, publish, remove_journal
-from k3.repack.recheck import Recheck, journalled_bytes, recheck
 from k3.repack.request import RepackRequest
+from k3.repack.resume_check import Recheck, journalled_bytes, recheck
 from k3.repack.shard_stream import ShardStreamer
 from k3.repack.throttle import Throttle
 from k3.repack.write import WriteDestination

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from k3.container.direct import Bytes, ReadFile
-from k3.container.pages import huge_buffer
+from k3.base.direct_io import Bytes, ReadFile
+from k3.base.page_buffers import huge_buffer
 from k3.repack.interrupts import result, submit
 from k3.repack.throttle import Throttle
 

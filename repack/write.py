@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from k3.container import checksum
-from k3.container.direct import Bytes, WriteFile
-from k3.container.errors import K3Error, ResumeError
-from k3.container.keys import ExpertKey
+from k3.base import checksum
+from k3.base.direct_io import Bytes, WriteFile
+from k3.base.errors import K3Error, ResumeError
 from k3.container.layout import PARTIAL_SUFFIX
+from k3.model.keys import ExpertKey
 from k3.repack.buffers import BufferPool
 from k3.repack.interrupts import result, submit
 from k3.repack.journal import Journal

@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from k3.store.client import DaemonSource
-    from k3.store.daemon_model import DaemonModel
-    from k3.store.file import FileSource
-    from k3.store.memory import MemorySource
+    from k3.store.client.daemon_model import DaemonModel
+    from k3.store.client.daemon_source import DaemonSource
+    from k3.store.local.file_source import FileSource
+    from k3.store.local.memory_source import MemorySource
     from k3.store.source import BudgetError, ExpertSource, Lease, SourceStats
 
 __all__ = [
@@ -22,8 +22,9 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "BudgetError": "source", "DaemonModel": "daemon_model", "DaemonSource": "client", "ExpertSource": "source",
-    "FileSource": "file", "Lease": "source", "MemorySource": "memory", "SourceStats": "source",
+    "BudgetError": "source", "DaemonModel": "client.daemon_model", "DaemonSource": "client.daemon_source",
+    "ExpertSource": "source", "FileSource": "local.file_source", "Lease": "source",
+    "MemorySource": "local.memory_source", "SourceStats": "source",
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # Types of the native module, written by hand; tests/store/test_native_layout.py compares the names.
-# store/native.py is the face that other modules use for Server and ClientRing; Policy is used as it is.
+# store/protocol/native.py is the face that other modules use for Server and ClientRing; Policy is used as it is.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ class Policy:
     def capacity(self) -> int: ...
 
 class Completion:
-    """An answer. Numbers as in store/ring_layout.py: op, status and source are plain ints."""
+    """An answer. Numbers as in store/protocol/ring_layout.py: op, status and source are plain ints."""
 
     tag: int
     op: int

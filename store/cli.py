@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 import click
 
-from k3.container import console
-from k3.container.console import echo
-from k3.container.errors import ExitCode
-from k3.container.option_types import Real, Whole, directories_option, short
-from k3.store.simulate_cli import simulate_command
+from k3.base import cli_support
+from k3.base.cli_support import echo
+from k3.base.errors import ExitCode
+from k3.base.option_types import Real, Whole, directories_option, short
+from k3.container.layout import VERSION
+from k3.store.routing.simulate_command import simulate_command
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -26,7 +27,7 @@ _CODES = (
     ExitCode.NOT_A_CONTAINER, ExitCode.DRIVE, ExitCode.UNSUPPORTED, ExitCode.DAEMON, ExitCode.INTERRUPTED,
 )  # fmt: skip
 _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110}
-_EPILOG = console.exit_code_help(_CODES)
+_EPILOG = cli_support.exit_code_help(_CODES)
 _DIRECTORY = click.Path(path_type=Path)
 
 
@@ -89,8 +90,8 @@ def _json_option(command: _F) -> _F:
     )
 
 
-@click.group(cls=console.Group, context_settings=_SETTINGS, epilog=_EPILOG)
-@console.version_option
+@click.group(cls=cli_support.Group, context_settings=_SETTINGS, epilog=_EPILOG)
+@cli_support.version_option(VERSION)
 def main() -> None:
     """One daemon owns the drives and the memory; any number of engines lease experts from it."""
 
@@ -163,12 +164,12 @@ def serve(**options: Any) -> None:
     settings = _serve_options(options)
 
     def body() -> None:
-        from k3.store.notify import Supervisor
-        from k3.store.serve import serve as serve_now
+        from k3.store.daemon.serve import serve as serve_now
+        from k3.store.daemon.systemd import Supervisor
 
         serve_now(settings, Supervisor.from_environment(os.environ, os.getpid()))
 
-    console.run(body, as_json=options["log_json"])
+    cli_support.run(body, as_json=options["log_json"])
 
 
 @main.command(context_settings=_SETTINGS, epilog=_EPILOG)
@@ -178,16 +179,16 @@ def status(socket: Path | None, as_json: bool) -> None:
     """Drives, cache and clients of a running daemon."""
 
     def body() -> None:
-        from k3.store.link import ask_status
-        from k3.store.status_text import status_lines
+        from k3.store.client.socket_link import ask_status
+        from k3.store.daemon.status_text import status_lines
 
         found = ask_status(_socket(socket))
         if as_json:
-            console.emit_json("status", **found)
+            cli_support.emit_json("status", **found)
         else:
             echo("\n".join(status_lines(found)))
 
-    console.run(body, as_json=as_json)
+    cli_support.run(body, as_json=as_json)
 
 
 @main.command(context_settings=_SETTINGS, epilog=_EPILOG)
@@ -197,16 +198,16 @@ def ps(socket: Path | None, as_json: bool) -> None:
     """Engines attached to a running daemon, and what they hold."""
 
     def body() -> None:
-        from k3.store.link import ask_status
-        from k3.store.status_text import ps_lines
+        from k3.store.client.socket_link import ask_status
+        from k3.store.daemon.status_text import ps_lines
 
         found = ask_status(_socket(socket))
         if as_json:
-            console.emit_json("ps", clients=found["clients"])
+            cli_support.emit_json("ps", clients=found["clients"])
         else:
             echo("\n".join(ps_lines(found)))
 
-    console.run(body, as_json=as_json)
+    cli_support.run(body, as_json=as_json)
 
 
 @main.command(context_settings=_SETTINGS, epilog=_EPILOG)
@@ -227,15 +228,15 @@ def bench(
     """
 
     def body() -> None:
-        from k3.store.bench import BenchOptions
-        from k3.store.measure import measure
+        from k3.store.commands.bench_command import measure
+        from k3.store.commands.drive_bench import BenchOptions
 
         measure(
             dirs, container, None if options["no_daemon"] else _socket(socket),
             BenchOptions(options["depths"], options["seconds"], options["seed"]), as_json=as_json,
         )  # fmt: skip
 
-    console.run(body, as_json=as_json)
+    cli_support.run(body, as_json=as_json)
 
 
 @main.command(context_settings=_SETTINGS, epilog=_EPILOG)
@@ -248,33 +249,33 @@ def warm(socket: Path | None, layers: str | None, experts: str | None, as_json: 
     chosen_layers, chosen_experts = _numbers("--layers", layers), _numbers("--experts", experts)
 
     def body() -> None:
-        from k3.store.warm import warm as warm_now
+        from k3.store.commands.warm import warm as warm_now
 
         done = warm_now(_socket(socket), chosen_layers, chosen_experts, as_json=as_json)
         if as_json:
-            console.emit_json("warm", **done)
+            cli_support.emit_json("warm", **done)
         else:
             echo("{experts} experts, {read} of them read ({read_bytes} bytes) in {seconds} s".format(**done))
 
-    console.run(body, as_json=as_json)
+    cli_support.run(body, as_json=as_json)
 
 
 main.add_command(simulate_command)
 
 
 def _socket(given: Path | None) -> Path:
-    from k3.store.socket_file import usual_path
+    from k3.store.protocol.socket_file import usual_path
 
     return given or usual_path(os.environ.get("XDG_RUNTIME_DIR"))
 
 
 def _serve_options(options: dict[str, Any]) -> Any:
     """Options as settings. click.UsageError for combinations that mean nothing."""
-    from k3.store.metrics_server import DESCRIPTORS, MetricsPlace
-    from k3.store.native import policy_names
-    from k3.store.serve import ServeOptions
-    from k3.store.service import ServeSettings
-    from k3.store.socket_file import default_path
+    from k3.store.daemon.metrics_server import DESCRIPTORS, MetricsPlace
+    from k3.store.daemon.model_service import ServeSettings
+    from k3.store.daemon.serve import ServeOptions
+    from k3.store.protocol.native import policy_names
+    from k3.store.protocol.socket_file import default_path
 
     if not options["dirs"] and options["container"] is None:
         raise click.UsageError("Which container? Give --dirs (or K3_DIRS) or --container.")

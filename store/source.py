@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from k3.container.errors import ExpertError, UnsupportedError
-from k3.container.huge_pages import HugePages
+from k3.base.errors import ExpertError, UnsupportedError
+from k3.base.huge_pages import HugePages
 from k3.store._store import Lease
 
 __all__ = [

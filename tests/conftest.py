@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 
 # A job that a script puts into the background ignores SIGINT, and so would every command that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

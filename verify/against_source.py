@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from k3.container.errors import ContainerError
-from k3.container.huge_pages import HugePages
-from k3.container.layout import MANIFEST_NAME
-from k3.container.ledger import Ledger
+from k3.base.errors import ContainerError
+from k3.base.huge_pages import HugePages
+from k3.base.ledger import Ledger
+from k3.checkpoint.snapshot import Snapshot
 from k3.container.manifest import Manifest
 from k3.container.reader import Container
-from k3.container.recipe import Recipe
-from k3.container.snapshot import Snapshot
+from k3.model.kinds import MANIFEST_NAME
+from k3.model.tensor_recipe import Recipe
 from k3.repack.compare import compare_with_source
 from k3.repack.comparison import Cause, Unit
 from k3.repack.plan import Plan

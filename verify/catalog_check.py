@@ -13,12 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from k3.base.errors import ContainerError
 from k3.container.catalog import CatalogLayer, CatalogReader, CatalogTensor
 from k3.container.catalog_record import CatalogExtent
-from k3.container.errors import ContainerError
-from k3.container.keys import ExpertKey, layer_of
-from k3.container.layout import MANIFEST_NAME, SCALES_SUFFIX
+from k3.container.layout import SCALES_SUFFIX
 from k3.container.manifest import DataFile, Manifest
+from k3.model.keys import ExpertKey, layer_of
+from k3.model.kinds import MANIFEST_NAME
 from k3.verify.expected import ExpectedFile, Place, expected_dense_file, expected_expert_files, stored_tensors
 from k3.verify.finding import Finding, Kind, finding_of
 from k3.verify.target import Target

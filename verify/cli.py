@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from k3.container.console import Command, Progress, echo, emit_json, exit_code_help, run, version_option
-from k3.container.errors import ContainerError, ExitCode
-from k3.container.option_types import Whole, directories_option
+from k3.base.cli_support import Command, Progress, echo, emit_json, exit_code_help, run, version_option
+from k3.base.errors import ContainerError, ExitCode
+from k3.base.option_types import Whole, directories_option
+from k3.container.layout import VERSION
 from k3.verify.against_source import check_against_source, open_source
-from k3.verify.bytes import check_bytes
+from k3.verify.digest_check import check_bytes
 from k3.verify.finding import Severity
 from k3.verify.report import Report
 from k3.verify.sample import Selection, parse_selection
@@ -53,7 +54,7 @@ class _Selection(click.ParamType[Selection]):
     help="Go past the page cache (default).",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")
-@version_option
+@version_option(VERSION)
 def main(
     container: Path,
     dirs: tuple[Path, ...],

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from k3.container import checksum
+from k3.base import checksum
 from k3.container.catalog import CatalogLayer, CatalogTensor
-from k3.container.keys import Encoding
 from k3.container.layout import (
     DENSE_NAME,
     SCALES_SUFFIX,
@@ -22,6 +21,7 @@ from k3.container.layout import (
     expert_file_name,
 )
 from k3.kernels import INT4_GROUP
+from k3.model.keys import Encoding
 
 Place = tuple[int, int, int]
 """(offset, payload bytes, stored bytes) of an extent in its file."""

@@ -14,18 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from k3 import kernels
-from k3.container import checksum
-from k3.container.direct import ReadFile, aligned_buffer, drive_error
-from k3.container.errors import DriveError
-from k3.container.layout import (
-    CATALOG_NAME,
-    EXPERTS_DIRECTORY,
-    JOURNAL_NAME,
-    MANIFEST_NAME,
-    PARTIAL_SUFFIX,
-)
+from k3.base import checksum
+from k3.base.direct_io import ReadFile, aligned_buffer, drive_error
+from k3.base.errors import DriveError
+from k3.base.presence import NOT_THERE
+from k3.container.layout import EXPERTS_DIRECTORY, JOURNAL_NAME, PARTIAL_SUFFIX
 from k3.container.manifest import DataFile, Manifest
-from k3.container.presence import NOT_THERE
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from k3.verify.finding import Finding, Kind, finding_of
 
 RESTORE = "Restore it from a copy, or repack"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from k3.container.errors import ExitCode, K3Error
+from k3.base.errors import ExitCode, K3Error
 
 
 class Kind(enum.Enum):

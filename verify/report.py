@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from k3.container.errors import ExitCode
-from k3.container.huge_pages import HugePages
-from k3.container.ledger import Ledger
-from k3.container.wording import counted
+from k3.base.errors import ExitCode
+from k3.base.huge_pages import HugePages
+from k3.base.ledger import Ledger
+from k3.base.safe_text import counted
 from k3.verify.finding import Finding, Severity
 from k3.verify.verdict import verdict
 

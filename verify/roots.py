@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3.container.errors import DamageError, DriveError
-from k3.container.hf_cache import possible_snapshots
+from k3.base.errors import DamageError, DriveError
+from k3.base.presence import is_directory, is_there
+from k3.base.regular_file import read_small_file
+from k3.base.safe_text import NAME_CHARACTERS_MAX
+from k3.checkpoint.hf_cache import possible_snapshots
 from k3.container.layout import EXPERTS_DIRECTORY, ROOT_NAME
 from k3.container.manifest import Manifest
-from k3.container.presence import is_directory, is_there
 from k3.container.reader import SMALL_FILE_BYTES_MAX, recorded_places
-from k3.container.regular_file import read_small_file
-from k3.container.wording import NAME_CHARACTERS_MAX
 from k3.verify.finding import Finding, Kind, finding_of
 
 _MOUNT = "Mount the drive, or name its directory with --dirs"

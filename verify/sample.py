@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from k3.container.option_types import parse_size
+from k3.base.option_types import parse_size
 from k3.verify.target import Target
 
 _PART = re.compile(r"^(\d{1,9})/(\d{1,9})$")

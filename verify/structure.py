@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from k3.container import checksum
-from k3.container.errors import ContainerError, DamageError
-from k3.container.keys import PAGE_BYTES
-from k3.container.layout import CATALOG_NAME, MANIFEST_NAME, ROOT_NAME
-from k3.container.ledger import Tally
+from k3.base import checksum
+from k3.base.errors import ContainerError, DamageError
+from k3.base.ledger import Tally
+from k3.base.pages import PAGE_BYTES
+from k3.container.layout import ROOT_NAME
 from k3.container.manifest import Manifest
 from k3.container.reader import read_manifest
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from k3.verify.catalog_check import CatalogCheck, CatalogContent, read_catalog
 from k3.verify.expected import header
 from k3.verify.files import Checked, check_data_file, check_small_file, find_extras

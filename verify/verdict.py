@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from k3.container.errors import ExitCode, K3Error
-from k3.container.ledger import Ledger
-from k3.container.wording import counted
+from k3.base.errors import ExitCode, K3Error
+from k3.base.ledger import Ledger
+from k3.base.safe_text import counted
 from k3.verify.finding import Finding, Kind, Severity, exit_code, finding_of
 
 

@@ -459,7 +459,7 @@ void bind_policy(nb::module_& m) {
           arg("layer_counts"));
 }
 
-// Every constant of layout.h, for the comparison with store/ring_layout.py.
+// Every constant of layout.h, for the comparison with store/protocol/ring_layout.py.
 nb::dict layout() {
     nb::dict d;
     d["magic"] = nb::bytes(kMagic, sizeof kMagic);

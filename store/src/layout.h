@@ -1,6 +1,6 @@
 // The bytes that the daemon and its clients share: docs/store_protocol.md section 2, as C++ types.
 //
-// store/ring_layout.py states the same numbers for Python; tests/store/test_native_layout.py compares the two.
+// store/protocol/ring_layout.py states the same numbers for Python; tests/store/test_native_layout.py compares the two.
 // Little-endian machines only (checked below), so the types are the wire format.
 #pragma once
 

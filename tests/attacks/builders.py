@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3.container.errors import K3Error
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.base.errors import K3Error
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 
 MODEL = SyntheticModel(
     layers=3,

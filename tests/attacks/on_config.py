@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from k3.container.errors import ConfigError, ExpertError, SourceError
+from k3.base.errors import ConfigError, ExpertError, SourceError
 from tests.attacks.builders import CONFIG, SHARD, add, attack, edit_json, shard_name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from k3.container.errors import ExpertError, QuantizeError, SourceError
+from k3.base.errors import ExpertError, QuantizeError, SourceError
 from tests.attacks.builders import (
     A_LOG_1,
     CONFIG,

@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from k3.container.errors import HeaderError, ShardError, SourceError
+from k3.base.errors import HeaderError, ShardError, SourceError
 from tests.attacks.builders import INDEX, SHARD, add, attack, compact, join, shard_name, split
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from k3.container.errors import HeaderError, ShardError
+from k3.base.errors import HeaderError, ShardError
 from tests.attacks.builders import NORM_1, ROUTER_1, SHARD, add, attack, edit_header, join, put_header, split
 
 

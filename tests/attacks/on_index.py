@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from k3.container.errors import IndexFileError, ShardError
+from k3.base.errors import IndexFileError, ShardError
 from tests.attacks.builders import (
     INDEX,
     NORM_1,

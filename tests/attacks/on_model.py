@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from k3.container.errors import ConfigError, ExpertError, SourceError
+from k3.base.errors import ConfigError, ExpertError, SourceError
 from tests.attacks.builders import (
     CONFIG,
     EXPERTS_1,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.errors import K3Error
-from k3.container.model_check import check_model
-from k3.container.recipe import Recipe
-from k3.container.snapshot import Snapshot
+from k3.base.errors import K3Error
+from k3.checkpoint.model_check import check_model
+from k3.checkpoint.snapshot import Snapshot
+from k3.model.tensor_recipe import Recipe
 from tests.attacks import ATTACKS, Attack, base
 
 RECIPE = Recipe(bits=8, mla_bits=8, head_bits=4)

@@ -15,9 +15,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from k3.container.option_types import DirectoryList, Real, SizeType, Whole
-from k3.engine.bench_cli import bench
+from k3.base.option_types import DirectoryList, Real, SizeType, Whole
 from k3.engine.cli import main as run
+from k3.engine.report.bench_command import bench
 from k3.repack.cli import main as repack
 from k3.store.cli import main as store
 from k3.verify.cli import main as verify
@@ -211,7 +211,7 @@ def test_a_sound_container_under_a_name_that_is_not_utf_8(
     ],
 )
 def test_lists_of_directories(words: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from k3.container.option_types import directories_option
+    from k3.base.option_types import directories_option
 
     @click.command()
     @directories_option("--dirs", help="Places.", envvar="DIRS")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.barred import BARRED, machine_grants
 
 COMMANDS = {

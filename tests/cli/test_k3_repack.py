@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from k3.repack.cli import main
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import SMALL, WIDE, check_container, command, repacked, tree
 
 PROGRAM = str(Path(sys.executable).with_name("k3-repack"))
@@ -275,14 +275,14 @@ def test_a_signal_leaves_a_run_that_can_go_on(
 
 SLOW = """
 import os, sys, time
-from k3.container import direct
+from k3.base import direct_io
 from k3.repack import cli, write
 write.COMMIT_BYTES = 100_000
 pwritev = os.pwritev
 def slow(fd, buffers, offset):
     time.sleep(0.1)
     return pwritev(fd, buffers, offset)
-direct.WriteFile.__init__.__kwdefaults__["pwritev"] = slow
+direct_io.WriteFile.__init__.__kwdefaults__["pwritev"] = slow
 sys.argv[0] = "k3-repack"
 cli.main()
 """

@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from k3.checkpoint.snapshot import Snapshot
 from k3.container.layout import VERSION
-from k3.container.recipe import Recipe
-from k3.container.snapshot import Snapshot
-from k3.engine import output
 from k3.engine.cli import main
-from k3.engine.reading import ReadAhead
-from k3.engine.run import read_warnings
+from k3.engine.launch.read_ahead import ReadAhead
+from k3.engine.run import token_output
+from k3.engine.run.generation import read_warnings
+from k3.model.tensor_recipe import Recipe
 from k3.repack.cli import main as repack_main
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.cli import main as store_main
-from k3.store.memory import MemorySource
+from k3.store.local.memory_source import MemorySource
 from k3.store.source import SourceStats
 from k3.verify.cli import main as verify_main
 from tests.support.engines import GOLDEN_REL_L2, VECTORS, copied, golden, rel_l2
@@ -61,13 +61,13 @@ def test_every_command_has_a_version(command: click.Command) -> None:
 
 def test_a_notice_never_lands_inside_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal; elsewhere stderr is not where the line is."""
-    original = output.TextOutput.token
+    original = token_output.TextOutput.token
 
-    def token(self: output.TextOutput, token: int, *, is_stop: bool) -> None:
+    def token(self: token_output.TextOutput, token: int, *, is_stop: bool) -> None:
         original(self, token, is_stop=is_stop)
         logging.getLogger("k3.store").warning("the daemon went %s", "away")
 
-    monkeypatch.setattr(output.TextOutput, "token", token)
+    monkeypatch.setattr(token_output.TextOutput, "token", token)
     arguments = ["--snapshot", TINY, "--ids", "1,2", "--ngen", "3"]
     plain = k3_run(*arguments)
     assert plain.stderr.startswith("the daemon went away\n" * 3)
@@ -289,18 +289,21 @@ def test_help_is_quick_and_complete() -> None:
 
 
 def test_a_run_on_ids_imports_no_tokenizer_and_no_daemon() -> None:
-    rare = "import sys, k3.engine.run; print({'tiktoken', 'tqdm', 'k3.store.client'} & set(sys.modules))"
+    rare = (
+        "import sys, k3.engine.run.generation\n"
+        "print({'tiktoken', 'tqdm', 'k3.store.client.daemon_source'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", rare], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_an_interrupt_ends_the_line_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = output.TextOutput.token
+    original = token_output.TextOutput.token
 
-    def token(self: output.TextOutput, token: int, *, is_stop: bool) -> None:
+    def token(self: token_output.TextOutput, token: int, *, is_stop: bool) -> None:
         original(self, token, is_stop=is_stop)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output.TextOutput, "token", token)
+    monkeypatch.setattr(token_output.TextOutput, "token", token)
     result = k3_run("--snapshot", TINY, "--ids", "1,2", "--ngen", "5")
     assert result.exit_code == 130
     assert result.stdout.endswith("\n")

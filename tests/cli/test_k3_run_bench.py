@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from k3.container.huge_pages import HugePages
-from k3.container.memory_limit import Limit
-from k3.engine import bench
-from k3.engine.ceilings import DriveRate, MemoryMeter
+from k3.base.huge_pages import HugePages
+from k3.base.memory_limit import Limit
 from k3.engine.cli import main
-from k3.engine.session import Session
+from k3.engine.report import bench_run
+from k3.engine.report.machine_rates import DriveRate, MemoryMeter
+from k3.engine.run.session import Session
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.store.file import FileSource
+from k3.store.local.file_source import FileSource
 from k3.store.source import SourceStats
 from tests.support.daemons import daemon_inside
 from tests.support.engines import VECTORS
@@ -33,8 +33,8 @@ TINY = str(VECTORS / "tiny_s1")
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings without the second that measuring them takes."""
-    monkeypatch.setattr(bench, "MemoryMeter", lambda threads: MemoryMeter(threads, nbytes=1 << 16))
-    monkeypatch.setattr(bench, "drive_rate", lambda source, layers, seed: DriveRate(1e9, True, HugePages()))
+    monkeypatch.setattr(bench_run, "MemoryMeter", lambda threads: MemoryMeter(threads, nbytes=1 << 16))
+    monkeypatch.setattr(bench_run, "drive_rate", lambda source, layers, seed: DriveRate(1e9, True, HugePages()))
 
 
 def k3_bench(*arguments: str, **options: Any) -> Result:
@@ -152,7 +152,7 @@ def test_no_model() -> None:
 
 
 def test_too_little_memory_for_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "memory_limit", lambda: Limit(1e8, "a test"))
+    monkeypatch.setattr(bench_run, "memory_limit", lambda: Limit(1e8, "a test"))
     result = k3_bench("--snapshot", TINY)
     assert result.exit_code == 9
     assert "a test leaves 0.100 GB" in result.stderr
@@ -173,7 +173,7 @@ def test_only_the_first_word_is_the_command(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_help_imports_nothing_heavy() -> None:
-    heavy = "import sys, k3.engine.bench_cli; print({'numpy', 'tiktoken', 'lmdb'} & set(sys.modules))"
+    heavy = "import sys, k3.engine.report.bench_command; print({'numpy', 'tiktoken', 'lmdb'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout == "set()\n"
 
 
@@ -208,7 +208,7 @@ class TestWhereReadsComeFrom:
     @staticmethod
     def device_delivers(monkeypatch: pytest.MonkeyPatch, per_look: int | None) -> None:
         looks = iter(range(0, 1 << 60, max(1, per_look or 1)))
-        monkeypatch.setattr(bench, "device_read_bytes", lambda: None if per_look is None else next(looks))
+        monkeypatch.setattr(bench_run, "device_read_bytes", lambda: None if per_look is None else next(looks))
 
     @staticmethod
     def is_direct(monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
@@ -286,7 +286,7 @@ def test_an_interrupt_before_anything_was_measured(form: str, monkeypatch: pytes
     def interrupted(source: object, layers: object, seed: int) -> DriveRate:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "drive_rate", interrupted)
+    monkeypatch.setattr(bench_run, "drive_rate", interrupted)
     result = k3_bench("--snapshot", TINY, "-o", form)
     assert result.exit_code == 130
     assert result.stdout == ("[]\n" if form == "json" else "")

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from k3.container.huge_pages import HugePages
-from k3.container.memory_limit import Limit
+from k3.base.huge_pages import HugePages
+from k3.base.memory_limit import Limit
+from k3.checkpoint.snapshot import Snapshot
 from k3.container.reader import Container
-from k3.container.snapshot import Snapshot
-from k3.engine import planning
-from k3.engine.ceilings import DriveRate
 from k3.engine.cli import main
-from k3.engine.model import Model
+from k3.engine.forward.model import Model
+from k3.engine.report import plan_command
+from k3.engine.report.machine_rates import DriveRate
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.store.daemon_model import DaemonModel
+from k3.store.client.daemon_model import DaemonModel
 from tests.support.daemons import daemon_inside
 from tests.support.engines import VECTORS
 
@@ -137,7 +137,7 @@ def test_the_context_is_the_runs(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing_loaded")
 def test_what_does_not_fit_is_printed_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [Limit(5e12, "the machine"), Limit(1e6, "the memory limit of a cgroup")]
-    monkeypatch.setattr(planning, "memory_limits", lambda: limits)
+    monkeypatch.setattr(plan_command, "memory_limits", lambda: limits)
     result = k3_run("--plan", *TINY, *RATES)
     assert result.exit_code == 9
     assert "set by the memory limit of a cgroup" in result.stdout
@@ -173,5 +173,5 @@ def test_how_the_drives_rate_was_measured_is_told(
     direct: bool, granted_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rate = DriveRate(1e9, direct, HugePages(1 << 22, granted_bytes))
-    monkeypatch.setattr(planning, "drive_rate", lambda source, layers: rate)
+    monkeypatch.setattr(plan_command, "drive_rate", lambda source, layers: rate)
     assert said in plan(*TINY, "--memory-gb-per-s", "10")["drive"]["origin"]

@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from k3.container.reader import Container
-from k3.engine import budget, output, starting
 from k3.engine.cli import main
+from k3.engine.launch import launched, memory_need
+from k3.engine.run import token_output
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.containers import flip
@@ -152,7 +153,7 @@ def test_text_needs_the_vocabulary_and_ids_do_not(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_cannot_be_met_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "memory_limit", lambda: budget.Limit(1e6, "a test"))
+    monkeypatch.setattr(launched, "memory_limit", lambda: memory_need.Limit(1e6, "a test"))
     result = k3_run("--snapshot", TINY, "--ids", "1,2")
     assert result.exit_code == 9
     assert "a test leaves 0.001 GB" in result.stderr
@@ -195,16 +196,16 @@ def cut_after_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A snapshot whose shard of layer 2 is truncated once two tokens were printed."""
     snapshot = copied("tiny_s1", tmp_path / "snapshot")
     shard = snapshot / "model-00003-of-000008.safetensors"
-    original = output.TextOutput.token
+    original = token_output.TextOutput.token
     seen: list[int] = []
 
-    def token(self: output.TextOutput, token: int, *, is_stop: bool) -> None:
+    def token(self: token_output.TextOutput, token: int, *, is_stop: bool) -> None:
         original(self, token, is_stop=is_stop)
         seen.append(token)
         if len(seen) == 2:
             os.truncate(shard, 100_000)
 
-    monkeypatch.setattr(output.TextOutput, "token", token)
+    monkeypatch.setattr(token_output.TextOutput, "token", token)
     return snapshot
 
 

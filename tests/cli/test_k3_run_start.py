@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from k3.base.direct_io import ReadFile
+from k3.base.memory_limit import Limit
 from k3.container import dense_load
 from k3.container.dense_load import DenseLoad
-from k3.container.direct import ReadFile
-from k3.container.memory_limit import Limit
 from k3.container.reader import Container
-from k3.engine import loading, request, run, starting
 from k3.engine.cli import main
-from k3.engine.finding import open_model_files
-from k3.engine.loading import LoadingWeights
-from k3.engine.plan import plan_memory
-from k3.engine.settings import ModelSettings, RunSettings
-from k3.engine.starting import Launched
+from k3.engine.definition.settings import ModelSettings, RunSettings
+from k3.engine.launch import launched, loading
+from k3.engine.launch.launched import Launched
+from k3.engine.launch.loading import LoadingWeights
+from k3.engine.launch.memory_plan import plan_memory
+from k3.engine.launch.model_files import open_model_files
+from k3.engine.run import generation, request
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.containers import flip
@@ -72,7 +73,8 @@ def test_reading_begins_before_anything_heavy_is_imported(
         "import resource, sys, k3.container.dense_load as dense_load\n"
         f"if {limited}: resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\n"
         "begin = dense_load.DenseLoad.__init__\n"
-        "heavy = ('numpy', 'k3.kernels', 'k3.engine.run', 'k3.engine.model', 'tiktoken', 'zstandard', 'tqdm')\n"
+        "heavy = ('numpy', 'k3.kernels', 'k3.engine.run.generation', 'k3.engine.forward.model', 'tiktoken',\n"
+        "         'zstandard', 'tqdm')\n"
         "def noted(*given, **more):\n"
         "    print('begun with', [name for name in heavy if name in sys.modules])\n"
         "    begin(*given, **more)\n"
@@ -155,7 +157,7 @@ def test_small_files_that_are_not_there_or_damaged_are_refused_first(home: Path,
 def test_what_does_not_fit_in_memory_reads_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch, prompt: Sequence[str]
 ) -> None:
-    monkeypatch.setattr(starting, "memory_limit", lambda: Limit(1e6, "a test"))
+    monkeypatch.setattr(launched, "memory_limit", lambda: Limit(1e6, "a test"))
     result = k3_run(home, "--expert-gb", "0", prompt=prompt)
     assert result.exit_code == 9, result.output
     assert "a test leaves 0.00" in result.stderr
@@ -166,14 +168,14 @@ def test_damage_that_is_found_before_there_is_a_model(home: Path, monkeypatch: p
     extent = container.tensor(FIRST).weights
     flip(container.file_path(extent.file), extent.offset)
     container.close()
-    generate = run.generate
+    generate = generation.generate
 
     def late(launched: Launched, settings: RunSettings) -> None:
         for thread in loading_threads():
             thread.join()
         generate(launched, settings)
 
-    monkeypatch.setattr(run, "generate", late)
+    monkeypatch.setattr(generation, "generate", late)
     result = k3_run(home)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "generation stopped after 0 tokens: tensor does not match its digest" in result.stderr
@@ -190,7 +192,7 @@ def test_an_error_behind_the_first_reads_ends_them(
         seen.append(launched.weights)
         raise error
 
-    monkeypatch.setattr(run, "generate", fails)
+    monkeypatch.setattr(generation, "generate", fails)
     result = k3_run(home)
     assert result.exit_code == (9 if error is MemoryError else 130)
     assert not loading_threads()
@@ -203,7 +205,7 @@ def test_ctrl_c_while_the_rest_is_imported(home: Path) -> None:
         "import os, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, *rest):\n"
-        "        if name == 'k3.engine.model':\n"
+        "        if name == 'k3.engine.forward.model':\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())",
         home,
@@ -256,7 +258,7 @@ def test_a_run_that_fits_without_its_context_is_refused_beside_the_reads(
         begun.append(free_bytes)
         return DenseLoad(*given, **more)
 
-    monkeypatch.setattr(starting, "_limit", lambda **_: Limit(free_bytes, "a test"))
+    monkeypatch.setattr(launched, "_limit", lambda **_: Limit(free_bytes, "a test"))
     monkeypatch.setattr(loading, "DenseLoad", begin)
     for free_bytes in (least - 1, whole - 1):  # noqa: B007
         result = k3_run(home, "--expert-gb", "0", "--chunk", "1", "--ngen", "2000")
@@ -276,7 +278,7 @@ def test_a_vocabulary_that_cannot_be_read_ends_the_load(home: Path) -> None:
 def test_the_switch_interval_is_short_while_weights_load(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before_s = sys.getswitchinterval()
     seen: list[float] = []
-    generate = run.generate
+    generate = generation.generate
 
     def noted(launched: Launched, settings: RunSettings) -> None:
         seen.append(sys.getswitchinterval())
@@ -291,7 +293,7 @@ def test_the_switch_interval_is_short_while_weights_load(home: Path, monkeypatch
         release.wait()
         return open_file(path, direct)
 
-    monkeypatch.setattr(run, "generate", noted)
+    monkeypatch.setattr(generation, "generate", noted)
     monkeypatch.setattr(loading, "DenseLoad", partial(DenseLoad, opener=slow))
     assert k3_run(home).exit_code == 0
     assert seen == pytest.approx([loading.GIL_SWITCH_INTERVAL_S, before_s])

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from k3.container.errors import DriveError
-from k3.engine import run
+from k3.base.errors import DriveError
 from k3.engine.cli import main
-from k3.engine.interrupts import HeldInterrupts, ended_like_ctrl_c
-from k3.engine.model import Model
-from k3.engine.session import Session
+from k3.engine.forward.model import Model
+from k3.engine.run import generation
+from k3.engine.run.deferred_signals import HeldInterrupts, ended_like_ctrl_c
+from k3.engine.run.session import Session
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.daemons import daemon_inside
@@ -59,7 +59,7 @@ def state(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(run, "built_model")
+    monkeypatch.delattr(generation, "built_model")
 
 
 @pytest.mark.parametrize("pieces", [(12,), (0, 12), (1, 11), (5, 7), (4, 0, 1, 7), (1,) * 12])
@@ -134,7 +134,7 @@ def test_another_prompt_is_refused_with_the_place(
 ) -> None:
     k3_run(*TINY, "--ids", joined(IDS[:9]), "--ngen", 0, "--state", state)
     before = state.read_bytes()
-    monkeypatch.delattr(run, "built_model")
+    monkeypatch.delattr(generation, "built_model")
     other = [*IDS[:4], 500, *IDS[5:]]
     for ids, said in ((other, "from token 4 on: 500"), (IDS[:8], "ends after 8 tokens"), ([7], "from token 0")):
         result = k3_run(*TINY, "--ids", joined(ids), "--state", state)

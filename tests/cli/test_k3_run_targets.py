@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from k3.engine import starting
 from k3.engine.cli import main
+from k3.engine.launch import launched
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.daemons import daemon_inside
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that loads anything fails with an exception."""
-    monkeypatch.delattr(starting, "loading_weights")
+    monkeypatch.delattr(launched, "loading_weights")
 
 
 def refused(result: Result, *said: str) -> None:

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.container.console import Progress, echo, report_error
-from k3.container.errors import K3Error
-from k3.container.streams import say
-from k3.container.vocabulary import Vocabulary, complete_names
-from k3.container.wording import visible, visible_lines, visible_text
-from k3.engine.output import TextOutput
-from k3.engine.tokenizer import Tokenizer
-from k3.store.serve import _PlainFormatter
+from k3.base.cli_support import Progress, echo, report_error
+from k3.base.errors import K3Error
+from k3.base.safe_text import visible, visible_lines, visible_text
+from k3.base.streams import say
+from k3.engine.definition.tokenizer import Tokenizer
+from k3.engine.run.token_output import TextOutput
+from k3.model.vocabulary import Vocabulary, complete_names
+from k3.store.daemon.serve import _PlainFormatter
 from k3.verify.finding import Finding, Kind
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x1b]52;c;eA==\x07\x9b31m\u202egpj.exe\r\x7f\x00"

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from k3.base.errors import ContainerError, DamageError, DriveError, K3Error, SpaceError
 from k3.container.catalog import (
     CatalogLayer,
     CatalogReader,
@@ -22,10 +23,9 @@ from k3.container.catalog import (
     write_catalog,
 )
 from k3.container.catalog_record import CatalogExtent
-from k3.container.errors import ContainerError, DamageError, DriveError, K3Error, SpaceError
-from k3.container.keys import DTYPE_BITS, Encoding
 from k3.container.layout import pack_piece
 from k3.container.manifest import DataFile
+from k3.model.keys import DTYPE_BITS, Encoding
 from tests.support.mounts import small_tmpfs
 
 _digests = st.binary(min_size=16, max_size=16)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from k3.base.direct_io import ReadFile
+from k3.base.errors import DamageError, DriveError
+from k3.base.pages import PAGE_BYTES
 from k3.container import dense_load
 from k3.container.dense_load import DenseLoad
-from k3.container.direct import ReadFile
-from k3.container.errors import DamageError, DriveError
-from k3.container.keys import PAGE_BYTES
 from k3.container.reader import Container
 from tests.support.containers import DENSE, Built, build_container, flip
 from tests.support.faults import DriveFaults, Fault

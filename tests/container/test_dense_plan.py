@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3.base.errors import UnsupportedError
+from k3.base.pages import PAGE_BYTES
 from k3.container.catalog import CatalogTensor
 from k3.container.catalog_record import CatalogExtent
 from k3.container.dense_plan import plan_dense
-from k3.container.errors import UnsupportedError
-from k3.container.keys import PAGE_BYTES, Encoding
+from k3.model.keys import Encoding
 
 
 def tensor(name: str, extents: list[tuple[int, int, int]]) -> CatalogTensor:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from k3.base.pages import PAGE_BYTES, page_ceil
+from k3.checkpoint.safetensors_header import parse_header
 from k3.container.catalog import expert_layout
-from k3.container.headers import parse_header
-from k3.container.keys import DTYPE_BITS, PAGE_BYTES, page_ceil, tensor_bytes
 from k3.container.layout import (
     PIECE_RECORD,
     FileLayout,
@@ -24,6 +24,7 @@ from k3.container.layout import (
     pack_piece,
     unpack_pieces,
 )
+from k3.model.keys import DTYPE_BITS, tensor_bytes
 
 shares_lists = st.lists(st.integers(0, 1_000_000), min_size=1, max_size=8).filter(any)
 payloads = st.integers(1, 40 * PAGE_BYTES) | st.sampled_from([17_547_264, PAGE_BYTES, PAGE_BYTES + 1, 1])

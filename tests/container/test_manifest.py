@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.container import checksum
-from k3.container.errors import ContainerError, DamageError, K3Error, NotAContainerError, VersionError
+from k3.base import checksum
+from k3.base.errors import ContainerError, DamageError, K3Error, NotAContainerError, VersionError
 from k3.container.manifest import (
     DataFile,
     Geometry,

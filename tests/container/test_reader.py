@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.container import checksum
-from k3.container.catalog_record import CatalogExtent
-from k3.container.direct import aligned_buffer
-from k3.container.errors import (
+from k3.base import checksum
+from k3.base.direct_io import aligned_buffer
+from k3.base.errors import (
     ContainerError,
     DamageError,
     DriveError,
@@ -21,9 +20,11 @@ from k3.container.errors import (
     NotAContainerError,
     VersionError,
 )
-from k3.container.keys import Encoding, ExpertKey, tensor_bytes
-from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_NAME
+from k3.container.catalog_record import CatalogExtent
+from k3.container.layout import JOURNAL_NAME, ROOT_NAME
 from k3.container.reader import Container, unused_places
+from k3.model.keys import Encoding, ExpertKey, tensor_bytes
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from tests.support.containers import DENSE, Built, build_container, flip, write_manifest
 from tests.support.mounts import read_only
 

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from k3.container import checksum
+from k3.base import checksum
 from k3.container.catalog import CatalogLayer, CatalogTensor, expert_layout, write_catalog
 from k3.container.catalog_record import CatalogExtent
-from k3.container.keys import Encoding
 from k3.container.layout import (
-    CATALOG_NAME,
     DENSE_NAME,
-    MANIFEST_NAME,
     FileLayout,
     cut_expert,
     expert_file_layout,
@@ -25,6 +22,8 @@ from k3.container.layout import (
     pack_piece,
 )
 from k3.container.manifest import DataFile, Geometry, Manifest, Root, SmallFile, SourceShard
+from k3.model.keys import Encoding
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 
 LAYERS = range(1, 93)
 EXPERTS = 896

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 from safetensors.numpy import load_file
 
-from k3.container import checksum
+from k3.base import checksum
 from k3.container.catalog import CatalogLayer, expert_layout, write_catalog
 from k3.container.layout import cut_expert, expert_file_layout, expert_file_name, pack_piece, unpack_pieces
 from k3.container.manifest import DataFile

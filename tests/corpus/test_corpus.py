@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.errors import K3Error
+from k3.base.errors import K3Error
 from tests.support.corpus import TARGETS, Target, make_target
 
 QUICK = 150

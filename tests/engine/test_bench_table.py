@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from k3.engine.bench_table import (
+from k3.engine.report.bench_table import (
     Format,
     Machine,
     ReadsFrom,

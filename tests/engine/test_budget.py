@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from k3.container.errors import UnsupportedError
-from k3.container.memory_limit import Limit
-from k3.engine.budget import Need, check_fits
-from k3.engine.finding import open_model_files
-from k3.engine.plan import dense_bytes, plan_memory
-from k3.engine.settings import ModelSettings
+from k3.base.errors import UnsupportedError
+from k3.base.memory_limit import Limit
+from k3.engine.definition.settings import ModelSettings
+from k3.engine.launch.memory_need import Need, check_fits
+from k3.engine.launch.memory_plan import dense_bytes, plan_memory
+from k3.engine.launch.model_files import open_model_files
 from tests.support.engines import VECTORS, snapshot
 
 GB = 10**9

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.errors import DriveError
-from k3.engine import ceilings
-from k3.engine.ceilings import MemoryMeter, drive_rate
+from k3.base.errors import DriveError
+from k3.engine.report import machine_rates
+from k3.engine.report.machine_rates import MemoryMeter, drive_rate
 from tests.support.engines import snapshot
 
 
@@ -34,14 +34,14 @@ def test_a_failing_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, **_: object) -> object:
         raise DriveError("cannot open for reading", path=path)
 
-    monkeypatch.setattr(ceilings, "ReadFile", refuse)
+    monkeypatch.setattr(machine_rates, "ReadFile", refuse)
     with pytest.raises(DriveError):
         drive_rate(snapshot(), [1], seconds=0.02)
 
 
 def test_reads_through_the_page_cache_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ceilings.ReadFile
-    monkeypatch.setattr(ceilings, "ReadFile", lambda path: original(path, direct=False))
+    original = machine_rates.ReadFile
+    monkeypatch.setattr(machine_rates, "ReadFile", lambda path: original(path, direct=False))
     rate = drive_rate(snapshot(), [1], seconds=0.02)
     assert rate is not None
     assert not rate.direct

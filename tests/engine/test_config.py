@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from k3.container.architecture import ModelConfig, parse_layers
-from k3.container.errors import ConfigError, UnsupportedError
+from k3.base.errors import ConfigError, UnsupportedError
+from k3.model.architecture import ModelConfig, parse_layers
 from tests.support.engines import VECTORS
 
 PATH = Path("config.json")

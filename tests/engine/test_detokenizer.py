@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.vocabulary import Vocabulary, complete_names, parse_ranks, parse_vocabulary
-from k3.engine.detokenizer import Detokenizer
-from k3.engine.tokenizer import Tokenizer
+from k3.engine.definition.detokenizer import Detokenizer
+from k3.engine.definition.tokenizer import Tokenizer
+from k3.model.vocabulary import Vocabulary, complete_names, parse_ranks, parse_vocabulary
 from tests.support.engines import VECTORS
 
 CONFIG = VECTORS / "tiny_s0" / "tokenizer_config.json"

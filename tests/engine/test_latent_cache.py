@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3 import kernels
-from k3.container.architecture import LatentType
-from k3.container.errors import ResumeError, UnsupportedError
-from k3.engine.latent_cache import FORMS, narrowed
-from k3.engine.session import Session
-from k3.engine.state import MlaState, State
-from k3.engine.state_size import state_bytes
+from k3.base.errors import ResumeError, UnsupportedError
+from k3.engine.definition.latent_cache import FORMS, narrowed
+from k3.engine.definition.state_size import state_bytes
+from k3.engine.forward.state import MlaState, State
+from k3.engine.run.session import Session
 from k3.kernels import reference
+from k3.model.architecture import LatentType
 from tests.support.engines import all_logits, golden, loaded, rel_l2, snapshot
 
 NARROW: tuple[LatentType, ...] = ("bf16", "f16")

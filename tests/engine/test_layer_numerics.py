@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from k3 import kernels
-from k3.engine.state import State
+from k3.engine.forward.state import State
 from tests.support.engines import GOLDEN_REL_L2, Array, golden, loaded, rel_l2, snapshot
 
 ACTIVATIONS_REL_L2 = 0.025

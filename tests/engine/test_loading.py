@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from k3.container.architecture import ModelConfig
+from k3.base.errors import DamageError
+from k3.base.pages import PAGE_BYTES
 from k3.container.dense_load import DenseLoad
-from k3.container.errors import DamageError
-from k3.container.keys import PAGE_BYTES
 from k3.container.reader import Container
-from k3.container.recipe import Recipe
-from k3.container.source import EncodedTensor, ModelSource
-from k3.container.tensor_names import needed_names
 from k3.engine.cli import main
-from k3.engine.model import Model
-from k3.engine.model_options import ModelOptions
-from k3.engine.session import Session
+from k3.engine.definition.model_options import ModelOptions
+from k3.engine.forward.model import Model
+from k3.engine.run.session import Session
+from k3.model.architecture import ModelConfig
+from k3.model.model_source import EncodedTensor, ModelSource
+from k3.model.tensor_names import needed_names
+from k3.model.tensor_recipe import Recipe
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.store.file import FileSource
+from k3.store.local.file_source import FileSource
 from tests.support.containers import flip
 from tests.support.engines import VECTORS, Array, all_logits, golden, loaded, snapshot
 from tests.support.faults import DriveFaults
@@ -153,7 +153,7 @@ def test_early_layers_compute_and_a_damaged_late_one_stops_the_pass(home: Path, 
 
 def test_ctrl_c_while_loading(home: Path) -> None:
     stalled = (
-        "import sys, k3.container.direct as direct; from k3.engine.cli import main\n"
+        "import sys, k3.base.direct_io as direct; from k3.engine.cli import main\n"
         "read = direct.ReadFile.read\n"
         "def slow(self, offset, *rest):\n"
         "    if self.path.name.startswith('dense'):\n"

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.architecture import ModelConfig
-from k3.container.huge_pages import HugePages
-from k3.engine.lookahead import PAYING_CHANCE, LookAhead, Record
-from k3.engine.model import Model
-from k3.engine.model_options import ModelOptions
-from k3.engine.session import Session
-from k3.store.file import FileSource
+from k3.base.huge_pages import HugePages
+from k3.engine.definition.model_options import ModelOptions
+from k3.engine.forward.lookahead import PAYING_CHANCE, LookAhead, Record
+from k3.engine.forward.model import Model
+from k3.engine.run.session import Session
+from k3.model.architecture import ModelConfig
+from k3.store.local.file_source import FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
 from tests.support.engines import Array, all_logits, golden, snapshot
 

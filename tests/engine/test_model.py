@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.container.architecture import ModelConfig
-from k3.engine.model import Model
-from k3.engine.model_options import ModelOptions
-from k3.engine.moe import Routing
-from k3.engine.session import Session
-from k3.engine.state import KdaState, MlaState, State
-from k3.store.file import FileSource
-from k3.verify.reference import ReferenceModel
+from k3.engine.definition.model_options import ModelOptions
+from k3.engine.forward.model import Model
+from k3.engine.forward.moe import Routing
+from k3.engine.forward.state import KdaState, MlaState, State
+from k3.engine.run.session import Session
+from k3.model.architecture import ModelConfig
+from k3.store.local.file_source import FileSource
+from k3.verify.reference.forward import ReferenceModel
 from tests.support.engines import GOLDEN_REL_L2, Array, all_logits, golden, loaded, rel_l2, snapshot
 
 LAYER_REL_L2 = 2e-6

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from k3.container.errors import DamageError, UnsupportedError
-from k3.container.keys import ExpertKey, ExpertLayout, ExpertPart
-from k3.engine.moe import ExpertSum, LatentMoe, Routing, expert_matrices, kept_experts
-from k3.store.memory import MemorySource
+from k3.base.errors import DamageError, UnsupportedError
+from k3.engine.forward.moe import ExpertSum, LatentMoe, Routing, expert_matrices, kept_experts
+from k3.model.keys import ExpertKey, ExpertLayout, ExpertPart
+from k3.store.local.memory_source import MemorySource
 from k3.store.source import ExpertSource
 from tests.support.engines import Array, all_logits, golden, loaded, snapshot
 

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.architecture import ModelConfig
-from k3.container.memory_limit import Limit
+from k3.base.memory_limit import Limit
 from k3.container.reader import Container
-from k3.container.source import EncodedTensor
-from k3.container.tensor_names import expected_tensors
-from k3.engine import weights
-from k3.engine.finding import open_model_files
-from k3.engine.forecast import forecast, used_experts
-from k3.engine.plan import DENSE_PARTS, MemoryPlan, Source, dense_part, plan_memory
-from k3.engine.settings import ModelSettings
+from k3.engine.definition.settings import ModelSettings
+from k3.engine.forward import weights
+from k3.engine.launch.memory_plan import DENSE_PARTS, MemoryPlan, Source, dense_part, plan_memory
+from k3.engine.launch.model_files import open_model_files
+from k3.engine.report.token_cost import forecast, used_experts
+from k3.model.architecture import ModelConfig
+from k3.model.model_source import EncodedTensor
+from k3.model.tensor_names import expected_tensors
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.store.file import WORKING_SLOTS, FileSource
+from k3.store.local.file_source import WORKING_SLOTS, FileSource
 from tests.support.engines import VECTORS, loaded, snapshot
 
 CONFIG = ModelConfig.from_raw(snapshot().config, Path("config.json"))

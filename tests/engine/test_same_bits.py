@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from k3 import kernels
-from k3.engine.model import Model
-from k3.engine.session import Session
+from k3.engine.forward.model import Model
+from k3.engine.run.session import Session
 from k3.store.source import ExpertSource
 from tests.support.engines import Array, all_logits, golden, loaded, snapshot
 from tests.support.faults import FaultySource

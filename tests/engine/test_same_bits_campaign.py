@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 
 from k3 import kernels
-from k3.container.architecture import LatentType
-from k3.container.keys import PAGE_BYTES, page_ceil
-from k3.container.recipe import Recipe
-from k3.engine.finding import open_model_files
-from k3.engine.model import Model
-from k3.engine.ready import ready_model
-from k3.engine.session import Session
-from k3.engine.settings import ModelSettings
+from k3.base.pages import PAGE_BYTES, page_ceil
+from k3.engine.definition.settings import ModelSettings
+from k3.engine.forward.model import Model
+from k3.engine.launch.model_files import open_model_files
+from k3.engine.run.ready import ready_model
+from k3.engine.run.session import Session
+from k3.model.architecture import LatentType
+from k3.model.tensor_recipe import Recipe
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.daemons import daemon_inside
 from tests.support.engines import Array
 

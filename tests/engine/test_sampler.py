@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from k3.container.errors import DamageError
-from k3.engine.sampler import Sampler, kept_shares
-from k3.engine.settings import SamplerOptions
+from k3.base.errors import DamageError
+from k3.engine.definition.settings import SamplerOptions
+from k3.engine.run.sampler import Sampler, kept_shares
 
 LOGITS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-50, 50, width=32))
 Logits = npt.NDArray[np.float32]

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.container.errors import DriveError, UnsupportedError
-from k3.container.keys import ExpertKey
-from k3.engine.session import Session
-from k3.engine.state import KdaState, State
-from k3.engine.state_size import state_bytes
-from k3.engine.trace import TraceFile
-from k3.engine.trace_observers import TraceObserver
-from k3.store.memory import MemorySource
+from k3.base.errors import DriveError, UnsupportedError
+from k3.engine.definition.state_size import state_bytes
+from k3.engine.forward.state import KdaState, State
+from k3.engine.run.session import Session
+from k3.engine.run.trace_file import TraceFile
+from k3.engine.run.trace_observers import TraceObserver
+from k3.model.keys import ExpertKey
+from k3.store.local.memory_source import MemorySource
 from tests.support.engines import all_logits, golden, loaded, snapshot
 from tests.support.faults import FaultySource
 

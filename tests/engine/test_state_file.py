@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.container.architecture import KdaConfig, MlaConfig, ModelConfig
-from k3.container.checksum import digest
-from k3.container.errors import DamageError, DriveError, K3Error, ResumeError, UnsupportedError, VersionError
-from k3.container.keys import ExpertKey
-from k3.engine import state_file
-from k3.engine.session import Session
-from k3.engine.state import State, state_parts
-from k3.engine.state_file import NUMERICS, Binding, PromptForm, SavedState, StateLayout, write_state
-from k3.engine.state_size import kda_bytes
+from k3.base.checksum import digest
+from k3.base.errors import DamageError, DriveError, K3Error, ResumeError, UnsupportedError, VersionError
+from k3.engine.definition.state_size import kda_bytes
+from k3.engine.forward.state import State, state_parts
+from k3.engine.run import state_file
+from k3.engine.run.session import Session
+from k3.engine.run.state_file import NUMERICS, Binding, PromptForm, SavedState, StateLayout, write_state
+from k3.model.architecture import KdaConfig, MlaConfig, ModelConfig
+from k3.model.keys import ExpertKey
 from tests.support.engines import all_logits, golden, loaded, snapshot
 from tests.support.faults import FaultySource
 

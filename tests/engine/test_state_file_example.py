@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 from safetensors.numpy import load_file
 
-from k3.container.architecture import KdaConfig, MlaConfig, ModelConfig
-from k3.engine.state import KdaState, MlaState, State
-from k3.engine.state_file import Binding, SavedState, write_state
+from k3.engine.forward.state import KdaState, MlaState, State
+from k3.engine.run.state_file import Binding, SavedState, write_state
+from k3.model.architecture import KdaConfig, MlaConfig, ModelConfig
 from tests.support.engines import snapshot
 
 PAGE = (Path(__file__).parents[2] / "docs" / "state_file.md").read_text(encoding="utf-8")

@@ -12,9 +12,9 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.vocabulary import Vocabulary, complete_names, parse_ranks
-from k3.engine import tokenizer as tokenizer_module
-from k3.engine.tokenizer import PATTERN, Tokenizer, cut_text
+from k3.engine.definition import tokenizer as tokenizer_module
+from k3.engine.definition.tokenizer import PATTERN, Tokenizer, cut_text
+from k3.model.vocabulary import Vocabulary, complete_names, parse_ranks
 from tests.support.engines import VECTORS
 
 RANKS_FILE = VECTORS / "synthetic.tiktoken.model"

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.container.architecture import ModelConfig
-from k3.engine.session import Session
-from k3.engine.state import KdaState, MlaState
-from k3.engine.traffic import Traffic, chunks, parameter_count
+from k3.engine.forward.state import KdaState, MlaState
+from k3.engine.report.bytes_per_pass import Traffic, chunks, parameter_count
+from k3.engine.run.session import Session
+from k3.model.architecture import ModelConfig
 from tests.support.engines import golden, loaded, snapshot
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3.container.architecture import ModelConfig
-from k3.container.errors import DamageError, SourceError, UnsupportedError
-from k3.container.source import EncodedTensor
-from k3.container.tensor_names import expected_tensors, needed_names
-from k3.engine.deferred import Deferred
-from k3.engine.reading import ReadAhead
-from k3.engine.weights import Matrix, Weights
+from k3.base.errors import DamageError, SourceError, UnsupportedError
+from k3.engine.forward.deferred import Deferred
+from k3.engine.forward.weights import Matrix, Weights
+from k3.engine.launch.read_ahead import ReadAhead
+from k3.model.architecture import ModelConfig
+from k3.model.model_source import EncodedTensor
+from k3.model.tensor_names import expected_tensors, needed_names
 from tests.support.engines import VECTORS, all_logits, loaded, snapshot
 
 PREFIX = "language_model."

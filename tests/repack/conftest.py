@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from k3.repack.run import Watcher, repack
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import WIDE
 from tests.support.resumed import STEPS, Case, prepared_case, request_in, stop_before
 

@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from k3.container import direct
-from k3.container.errors import K3Error
-from k3.container.recipe import Recipe
+from k3.base import direct_io
+from k3.base.errors import K3Error
+from k3.model.tensor_recipe import Recipe
 from k3.repack import assemble, publish, run, shard_stream, write
 from k3.repack.journal import Journal
 from k3.repack.request import DEFAULT_RECIPE, RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.repacked import SMALL, WIDE, tree
 
 LAST_EVENTS = 24
@@ -149,7 +149,7 @@ def install(killer: Killer) -> None:
             return pwrite(fd, data, offset)
 
     os.fsync, os.pwrite = syncing, spilling
-    direct.WriteFile.__init__.__kwdefaults__["pwritev"] = writing  # type: ignore[attr-defined]
+    direct_io.WriteFile.__init__.__kwdefaults__["pwritev"] = writing  # type: ignore[attr-defined]
     for name in ("begin", "commit", "forget"):
         around(Journal, name, killer)
     around(publish, "write_catalog", killer)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from k3.container.direct import Bytes
+from k3.base.direct_io import Bytes
 from k3.repack import buffers
 
 

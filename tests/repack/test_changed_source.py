@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.errors import ResumeError, ShardError
+from k3.base.errors import ResumeError, ShardError
 from k3.repack.journal import Journal
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import WIDE, rearrange, shard_tensors, tree
 from tests.support.resumed import Case, Listener, data_file, stop_after
 

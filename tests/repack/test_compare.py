@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from k3.container.keys import ExpertKey
 from k3.container.reader import Container
-from k3.verify.synthetic import write_snapshot
+from k3.model.keys import ExpertKey
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.containers import flip
 from tests.support.repacked import SMALL, WIDE, command, repacked, tree
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from k3.container import direct
+from k3.base import direct_io
 from k3.repack import publish
 from k3.repack.journal import Journal
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import WIDE
 
 
@@ -51,7 +51,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, st
         tell("write", path_of(fd))
         return pwritev(fd, buffers, offset)
 
-    monkeypatch.setattr(direct.WriteFile.__init__, "__kwdefaults__", {"direct": True, "pwritev": writing})
+    monkeypatch.setattr(direct_io.WriteFile.__init__, "__kwdefaults__", {"direct": True, "pwritev": writing})
     commit, write_catalog = Journal.commit, publish.write_catalog
 
     def committing(self: Journal, experts: Any, tensors: Any, shards: Any) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import lmdb
 import pytest
 
-from k3.container.errors import DamageError, K3Error, ResumeError
-from k3.container.keys import ExpertKey
+from k3.base.errors import DamageError, K3Error, ResumeError
+from k3.model.keys import ExpertKey
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord, read_journal, sealed
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.mutants import MUTATIONS, mutated
 from tests.support.repacked import WIDE, tree
 from tests.support.resumed import Case, request_in, stop_after

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.engines import VECTORS as ALL_VECTORS
 from tests.support.repacked import SMALL, rearrange, repacked, shard_tensors, source_tensors
 

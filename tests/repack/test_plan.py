@@ -11,14 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3.container.headers import parse_header
-from k3.container.keys import PAGE_BYTES, Encoding, ExpertKey
-from k3.container.recipe import Recipe
-from k3.container.snapshot import Snapshot
+from k3.base.pages import PAGE_BYTES
+from k3.checkpoint.safetensors_header import parse_header
+from k3.checkpoint.snapshot import Snapshot
+from k3.model.keys import Encoding, ExpertKey
+from k3.model.tensor_recipe import Recipe
 from k3.repack.assemble import RESIDENT_EXPERTS
 from k3.repack.plan import ExpertRoute, Plan, PlannedTensor, Span
-from k3.repack.spill import Scratch, scratch_bytes
-from k3.verify.synthetic import SyntheticModel, write_snapshot, write_sparse_snapshot
+from k3.repack.scratch_file import Scratch, scratch_bytes
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot, write_sparse_snapshot
 from tests.support.repacked import SMALL, WIDE, repacked
 
 _bits = st.sampled_from([4, 8, 16, 32])

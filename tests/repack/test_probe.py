@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.errors import DriveError, SpaceError
+from k3.base.errors import DriveError, SpaceError
 from k3.repack import probe
 from k3.repack.buffers import BufferPool
 from k3.repack.probe import drive_rate, read_rate, shares_from_rates

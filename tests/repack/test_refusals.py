@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from k3.container import direct
+from k3.base import direct_io
 from k3.repack import run
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.attacks import ATTACKS, Attack, base
 from tests.support.mounts import read_only, resize, small_tmpfs
 from tests.support.repacked import (
@@ -367,7 +367,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, kind: str, part: str, number: int =
                 raise OSError(number, os.strerror(number))
         return int(original(fd, buffers, offset))
 
-    owner = {"read": direct.ReadFile, "write": direct.WriteFile}[kind]
+    owner = {"read": direct_io.ReadFile, "write": direct_io.WriteFile}[kind]
     defaults = dict(owner.__init__.__kwdefaults__)  # type: ignore[misc]
     defaults[{"read": "preadv", "write": "pwritev"}[kind]] = call
     monkeypatch.setattr(owner.__init__, "__kwdefaults__", defaults)

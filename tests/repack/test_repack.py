@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from k3.repack.run import RepackRequest, Watcher, repack
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import (
     SMALL,
     WIDE,

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3.container.errors import DamageError, ResumeError
-from k3.container.keys import ExpertKey
-from k3.container.recipe import Recipe
+from k3.base.errors import DamageError, ResumeError
+from k3.model.keys import ExpertKey
+from k3.model.tensor_recipe import Recipe
 from k3.repack import publish, run
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.containers import flip
 from tests.support.repacked import SMALL, WIDE, rearrange, repacked, shard_tensors
 from tests.support.resumed import Case, Listener, data_file, stop_after, stop_before

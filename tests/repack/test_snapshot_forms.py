@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3.verify.synthetic import write_snapshot
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import (
     SMALL,
     WIDE,

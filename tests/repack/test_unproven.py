@@ -16,12 +16,12 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.errors import DriveError, ExitCode, IncompleteError
-from k3.container.huge_pages import HugePages
-from k3.container.layout import MANIFEST_NAME
-from k3.container.ledger import Ledger
+from k3.base.errors import DriveError, ExitCode, IncompleteError
+from k3.base.huge_pages import HugePages
+from k3.base.ledger import Ledger
+from k3.checkpoint.snapshot import Snapshot
 from k3.container.manifest import parse_manifest
-from k3.container.snapshot import Snapshot
+from k3.model.kinds import MANIFEST_NAME
 from k3.repack import cli as cli_module
 from k3.repack import durable
 from k3.repack import run as run_module
@@ -32,11 +32,11 @@ from k3.repack.durable import durable_units, refuse_unfinished
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord
 from k3.repack.plan import Plan
-from k3.repack.recheck import recheck
 from k3.repack.request import RepackRequest
+from k3.repack.resume_check import recheck
 from k3.repack.run import Watcher, repack
 from k3.verify.cli import main as verify_main
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.mounts import small_tmpfs
 from tests.support.syscalls import ERRNOS, FailingCall
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.errors import UnsupportedError
-from k3.container.memory_limit import Limit
-from k3.store.budget import CachePlan, Wanted, plan_cache
+from k3.base.errors import UnsupportedError
+from k3.base.memory_limit import Limit
+from k3.store.daemon.cache_budget import CachePlan, Wanted, plan_cache
 
 GB = 10**9
 LIMITS = [Limit(64 * GB, "the machine"), Limit(20 * GB, "cgroup /a"), Limit(30 * GB, "cgroup /")]

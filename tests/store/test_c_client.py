@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.keys import ExpertKey
+from k3.model.keys import ExpertKey
 from tests.support.containers import Built, build_container, flip
 from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
 
@@ -99,7 +99,7 @@ def test_errors_have_their_place(lease: Path, built: Built, daemon: Inside) -> N
 def test_refusals(lease: Path, daemon: Inside, tmp_path: Path) -> None:
     assert "No such file" in run(lease, tmp_path / "none", 1, 0).stderr
     assert "File name too long" in run(lease, tmp_path / ("x" * 120), 1, 0).stderr
-    from k3.store.link import Link
+    from k3.store.client.socket_link import Link
 
     links = [Link.open(daemon.socket, "x") for _ in range(2)]
     done = run(lease, daemon.socket, 1, 0)

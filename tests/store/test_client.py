@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from k3.store.client import DaemonSource
+from k3.store.client.daemon_source import DaemonSource
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside
 from tests.support.source_suite import Opened, SourceSuite

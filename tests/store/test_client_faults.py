@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.container.errors import DaemonError, DamageError, DriveError, ExpertError
-from k3.container.keys import ExpertKey
+from k3.base.errors import DaemonError, DamageError, DriveError, ExpertError
 from k3.container.reader import Container
-from k3.store.client import DaemonSource
-from k3.store.daemon_model import DaemonModel
-from k3.store.file import FileSource
-from k3.store.link import Link
+from k3.model.keys import ExpertKey
+from k3.store.client.daemon_model import DaemonModel
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.client.socket_link import Link
+from k3.store.local.file_source import FileSource
 from k3.store.source import BudgetError, ExpertSource
 from tests.support.containers import Built, build_container, flip
 from tests.support.daemons import Inside, daemon_inside, daemon_outside, start, wait_until
@@ -263,7 +263,7 @@ def test_a_client_leases_again_when_the_daemon_is_back(built: Built, tmp_path: P
 def test_the_files_stand_in_and_the_daemon_takes_over_again(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("k3.store.connection.RETURN_S", 0.0)
+    monkeypatch.setattr("k3.store.client.connection.RETURN_S", 0.0)
     container = Container.open(built.home)
     first = start(tmp_path / "s", built.directories)
     source = DaemonSource(tmp_path / "s", fallback=lambda: FileSource(container))
@@ -346,7 +346,7 @@ def test_a_long_random_life(built: Built, tmp_path: Path) -> None:
 KILLED = """
     import random, sys
     from pathlib import Path
-    from k3.store.client import DaemonSource
+    from k3.store.client.daemon_source import DaemonSource
     dice = random.Random(int(sys.argv[2]))
     source = DaemonSource(Path(sys.argv[1]))
     print("on", flush=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from k3.store.closer import Closer, Next, can_bring_descriptors, look, refuse_descriptors
+from k3.store.daemon.closer import Closer, Next, can_bring_descriptors, look, refuse_descriptors
 from tests.support.daemons import wait_until
 from tests.support.lingering import lingering
 

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.container.errors import DaemonError, DamageError, UnsupportedError
-from k3.store import daemon as daemon_module
-from k3.store import wire
-from k3.store.client import DaemonSource
-from k3.store.link import Link, ask_status, connect
-from k3.store.peer import SPARE_CONNECTIONS
-from k3.store.service import ServeSettings, Service
+from k3.base.errors import DaemonError, DamageError, UnsupportedError
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.client.socket_link import Link, ask_status, connect
+from k3.store.daemon import control_loop as daemon_module
+from k3.store.daemon.model_service import ServeSettings, Service
+from k3.store.protocol import wire
+from k3.store.protocol.peer import SPARE_CONNECTIONS
 from tests.support.containers import Built, build_container
 from tests.support.daemons import (
     Inside,
@@ -245,7 +245,7 @@ def test_an_invalid_ring_ends_only_its_own_client(daemon: Inside, built: Built) 
 HOLDER = """
     import sys, time
     from pathlib import Path
-    from k3.store.client import DaemonSource
+    from k3.store.client.daemon_source import DaemonSource
     source = DaemonSource(Path(sys.argv[1]), name="holder")
     held = list(source.lease(1, range(5))) + [next(source.lease(2, [0, 1, 2]))]
     print("holding", flush=True)
@@ -475,8 +475,8 @@ def test_dev_shm_of_1_mb_does_not_matter(built: Built, tmp_path: Path) -> None:
 STRANGER = """
     import os, sys
     from pathlib import Path
-    from k3.container.errors import DaemonError
-    from k3.store.client import DaemonSource
+    from k3.base.errors import DaemonError
+    from k3.store.client.daemon_source import DaemonSource
     os.setgroups([int(sys.argv[3])] if sys.argv[3] else [])
     os.setgid(int(sys.argv[2]))
     os.setuid(65534)

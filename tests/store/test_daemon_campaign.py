@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.keys import ExpertKey
-from k3.store.client import DaemonSource
+from k3.model.keys import ExpertKey
+from k3.store.client.daemon_source import DaemonSource
 from tests.support.containers import Built, build_container
 from tests.support.daemons import daemon_inside, start, wait_until
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 VICTIMS = """
     import os, random, sys
     from pathlib import Path
-    from k3.store.client import DaemonSource
+    from k3.store.client.daemon_source import DaemonSource
     # One warm process forks the victims, so that a thousand of them take minutes and not an hour.
     path = Path(sys.argv[1])
     for line in sys.stdin:

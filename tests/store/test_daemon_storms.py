@@ -23,12 +23,12 @@ from typing import Any
 
 import pytest
 
-from k3.container.errors import DaemonError, DamageError, DriveError, K3Error
-from k3.container.keys import ExpertKey
-from k3.store import wire
-from k3.store.client import DaemonSource
-from k3.store.link import connect
-from k3.store.ring_layout import REQUEST, REQUEST_TAIL_AT, REQUESTS_AT
+from k3.base.errors import DaemonError, DamageError, DriveError, K3Error
+from k3.model.keys import ExpertKey
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.client.socket_link import connect
+from k3.store.protocol import wire
+from k3.store.protocol.ring_layout import REQUEST, REQUEST_TAIL_AT, REQUESTS_AT
 from k3.store.source import BudgetError
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until

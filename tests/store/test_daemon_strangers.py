@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from k3.container.errors import DaemonError, SocketError
-from k3.store import daemon as daemon_module
-from k3.store import listener as listener_module
-from k3.store import wire
-from k3.store.client import DaemonSource
-from k3.store.closer import Closer, Next, look, refuse_descriptors
-from k3.store.link import Link, ask_status, connect
-from k3.store.peer import Peer
-from k3.store.socket_file import claim
+from k3.base.errors import DaemonError, SocketError
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.client.socket_link import Link, ask_status, connect
+from k3.store.daemon import control_loop as daemon_module
+from k3.store.daemon import listener as listener_module
+from k3.store.daemon.closer import Closer, Next, look, refuse_descriptors
+from k3.store.protocol import wire
+from k3.store.protocol.peer import Peer
+from k3.store.protocol.socket_file import claim
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages, wait_until
 from tests.support.lingering import lingering

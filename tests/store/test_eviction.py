@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.keys import ExpertKey
-from k3.store.eviction import LayeredLru, divide
+from k3.model.keys import ExpertKey
+from k3.store.local.eviction import LayeredLru, divide
 
 COUNTS = st.dictionaries(st.integers(0, 9), st.integers(0, 20), max_size=6)
 

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from k3.container.direct import ReadFile
-from k3.container.errors import ExpertError
-from k3.container.keys import ExpertKey
+from k3.base.direct_io import ReadFile
+from k3.base.errors import ExpertError
 from k3.container.reader import Container
-from k3.store.file import FileSource
+from k3.model.keys import ExpertKey
+from k3.store.local.file_source import FileSource
 from k3.store.source import BudgetError
 from tests.support.containers import Built, build_container
 from tests.support.faults import DriveFaults, Fault, FaultySource

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.direct import span_bytes
-from k3.container.errors import DamageError, DriveError
-from k3.container.keys import PAGE_BYTES, ExpertKey, Extent
+from k3.base.direct_io import span_bytes
+from k3.base.errors import DamageError, DriveError
+from k3.base.pages import PAGE_BYTES
 from k3.container.reader import Container
-from k3.store.fetch import Piece, split
-from k3.store.file import FileSource
+from k3.model.keys import ExpertKey, Extent
+from k3.store.local.fetch import Piece, split
+from k3.store.local.file_source import FileSource
 from tests.support.containers import Built, build_container, flip
 from tests.support.faults import DriveFaults, Fault
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import pytest
 from safetensors import safe_open
 
-from k3.container.keys import ExpertKey
-from k3.container.snapshot import Snapshot
-from k3.store.file import FileSource
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.checkpoint.snapshot import Snapshot
+from k3.model.keys import ExpertKey
+from k3.store.local.file_source import FileSource
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.faults import DriveFaults
 from tests.support.source_suite import Opened, SourceSuite
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.errors import DaemonError
-from k3.container.keys import ExpertKey
-from k3.store.client import DaemonSource
-from k3.store.ring_layout import Op
+from k3.base.errors import DaemonError
+from k3.model.keys import ExpertKey
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.protocol.ring_layout import Op
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside, wait_until
 from tests.support.native_rig import client_of, make_world, serving

@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
 
-from k3.store import service
-from k3.store.client import DaemonSource
-from k3.store.metrics import StatusCollector
-from k3.store.status_text import status_lines
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.daemon import model_service
+from k3.store.daemon.metrics import StatusCollector
+from k3.store.daemon.status_text import status_lines
 from tests.support.containers import build_container
 from tests.support.daemons import daemon_inside, wait_until
 
@@ -20,7 +20,7 @@ def test_a_drive_that_hangs_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     built = build_container(tmp_path / "home", [tmp_path / "a"], [1, 2])
-    monkeypatch.setattr(service, "HANGING_S", 0.05)
+    monkeypatch.setattr(model_service, "HANGING_S", 0.05)
     with daemon_inside(tmp_path / "s", built.directories, quota=2, max_clients=2) as daemon:
         daemon.server.inject("stall", argument=60_000)
         source = DaemonSource(daemon.socket)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from k3.container.errors import SocketError
-from k3.store import metrics_server
-from k3.store.client import DaemonSource
-from k3.store.metrics_server import CONNECTIONS_MAX, REQUEST_BYTES_MAX, MetricsPlace, MetricsServer
-from k3.store.peer import Peer
+from k3.base.errors import SocketError
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.daemon import metrics_server
+from k3.store.daemon.metrics_server import CONNECTIONS_MAX, REQUEST_BYTES_MAX, MetricsPlace, MetricsServer
+from k3.store.protocol.peer import Peer
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
 

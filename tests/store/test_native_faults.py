@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.store.native import FaultKind, NativeServer, Verify
-from k3.store.ring_layout import Op, Source, Status
+from k3.store.protocol.native import FaultKind, NativeServer, Verify
+from k3.store.protocol.ring_layout import Op, Source, Status
 from tests.support.faults import STALL_MS
 from tests.support.native_rig import Client, World, client_of, make_world, serving, until
 
@@ -353,7 +353,7 @@ def test_an_io_uring_that_is_refused_while_it_is_used_fails_its_reads_only(tmp_p
         import ctypes, errno, struct, sys
         from pathlib import Path
         from tests.support.native_rig import client_of, make_world, serving
-        from k3.store.ring_layout import Status
+        from k3.store.protocol.ring_layout import Status
 
         libc = ctypes.CDLL(None, use_errno=True)
         program = b"".join(struct.pack("<HBBI", *line) for line in (
@@ -389,7 +389,7 @@ def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) ->
         import sys
         from pathlib import Path
         from tests.support.native_rig import Client, make_world, serving
-        from k3.container.errors import UnsupportedError
+        from k3.base.errors import UnsupportedError
 
         world = make_world(Path(sys.argv[1]), layers=60, experts=2, payload_bytes=700)
         with serving(world, io=sys.argv[2], slots=140, max_clients=64) as server:

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.store import ring_layout as layout
-from k3.store.native import (
+from k3.store.protocol import ring_layout as layout
+from k3.store.protocol.native import (
     ClientGrant,
     NativeRing,
     NativeServer,
@@ -31,7 +31,7 @@ from k3.store.native import (
     seal_all,
     seal_future_write,
 )
-from k3.store.ring_layout import Op, Status
+from k3.store.protocol.ring_layout import Op, Status
 from tests.support.native_rig import RECORD, Client, World, client_of, make_world, serving, until
 
 
@@ -343,7 +343,7 @@ def test_everything_starts_where_executable_memfds_are_refused(tmp_path: Path) -
         else:
             sys.exit(9)
         from tests.support.native_rig import client_of, make_world, serving
-        from k3.store.native import make_memfd
+        from k3.store.protocol.native import make_memfd
         world = make_world(Path(sys.argv[1]))
         make_memfd("test", 4096)
         with serving(world) as server, client_of(server, world) as client:

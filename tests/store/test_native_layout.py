@@ -7,7 +7,8 @@ import inspect
 from pathlib import Path
 
 import k3.store
-from k3.store import _store, ring_layout
+from k3.store import _store
+from k3.store.protocol import ring_layout
 
 
 def test_the_header_words_are_where_python_says() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.container.errors import UnsupportedError
-from k3.store.native import Grants, NativeServer, Policy, ServerSettings, policy_names, slot_bytes_for
-from k3.store.ring_layout import Op, Source, Status
+from k3.base.errors import UnsupportedError
+from k3.store.protocol.native import Grants, NativeServer, Policy, ServerSettings, policy_names, slot_bytes_for
+from k3.store.protocol.ring_layout import Op, Source, Status
 from k3.store.source import Lease, Payload
 from tests.support.faults import STALL_MS
 from tests.support.native_rig import Client, World, client_of, make_world, serving, until

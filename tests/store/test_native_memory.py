@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.container.errors import UnsupportedError
-from k3.store.native import NativeServer, ServerSettings, make_memfd, map_shared, seal_future_write
+from k3.base.errors import UnsupportedError
+from k3.store.protocol.native import NativeServer, ServerSettings, make_memfd, map_shared, seal_future_write
 
 MB = 1 << 20
 HUGE = 2 * MB

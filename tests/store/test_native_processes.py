@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from k3.store.native import ClientGrant, NativeServer
+from k3.store.protocol.native import ClientGrant, NativeServer
 from tests.support.native_rig import World, client_of, make_world, serving, until
 
 CLIENT = textwrap.dedent("""
     import random, socket, sys
     import numpy, xxhash
-    from k3.store.native import NativeRing
-    from k3.store.ring_layout import Op
+    from k3.store.protocol.native import NativeRing
+    from k3.store.protocol.ring_layout import Op
 
     # The descriptors come over a socket, as from the daemon: ring, arena, request and completion doorbell.
     link = socket.socket(fileno=int(sys.argv[1]))

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3.store.native import NativeServer
-from k3.store.ring_layout import Op, Source, Status
+from k3.store.protocol.native import NativeServer
+from k3.store.protocol.ring_layout import Op, Source, Status
 from tests.support.native_rig import Client, World, client_of, make_world, serving, until
 
 DEPTH = 2

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.errors import SocketError
-from k3.store.notify import Notifier, Supervisor
+from k3.base.errors import SocketError
+from k3.store.daemon.systemd import Notifier, Supervisor
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from k3.store.cli import main
-from k3.store.daemon import DaemonOptions
-from k3.store.socket_file import default_path
+from k3.store.daemon.control_loop import DaemonOptions
+from k3.store.protocol.socket_file import default_path
 
 PACKAGING = Path(__file__).parents[2] / "packaging"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.store.peer import SPARE_KEPT, Census, Limits, Owner, Peer, overflow_ids, peer_of
+from k3.store.protocol.peer import SPARE_KEPT, Census, Limits, Owner, Peer, overflow_ids, peer_of
 
 OWNER = Owner(uid=500, group=4242)
 MEMBERS = (1001, 1002, 1003)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from k3.store import _store, eviction
-from k3.store.policies import MODELS, Key, Policy, PolicyModel, make_model
+from k3.store import _store
+from k3.store.local import eviction
+from k3.store.routing.policies import MODELS, Key, Policy, PolicyModel, make_model
 
 COUNTS = st.dictionaries(st.integers(0, 6), st.integers(1, 6), min_size=1, max_size=4)
 

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.container.direct import ReadFile
-from k3.container.errors import DamageError
-from k3.container.keys import PAGE_BYTES, ExpertKey, Extent
+from k3.base.direct_io import ReadFile
+from k3.base.errors import DamageError
+from k3.base.pages import PAGE_BYTES
 from k3.container.reader import Container
-from k3.store.fetch import Piece
-from k3.store.file import FileSource
-from k3.store.flights import Flight, FlightQueue, Job
+from k3.model.keys import ExpertKey, Extent
+from k3.store.local.fetch import Piece
+from k3.store.local.file_source import FileSource
+from k3.store.local.flights import Flight, FlightQueue, Job
 from tests.support.containers import Built, build_container, flip
 from tests.support.faults import DriveFaults, Fault
 from tests.support.source_suite import run_threads

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.container.errors import DriveError, K3Error, VersionError
+from k3.base.errors import DriveError, K3Error, VersionError
 from k3.engine.cli import main
-from k3.store.route_trace import (
+from k3.store.routing.route_trace import (
     MAGIC,
     Choice,
     RoutedPass,
@@ -407,7 +407,7 @@ def test_k3_run_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 def test_k3_run_keeps_whole_passes_when_interrupted_and_nothing_when_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, kept: int | None
 ) -> None:
-    from k3.engine.moe import LatentMoe
+    from k3.engine.forward.moe import LatentMoe
 
     plain_call, calls = LatentMoe.__call__, 0
 

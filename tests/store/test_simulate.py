@@ -14,12 +14,12 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.store.belady import belady_misses, first_uses, next_use
-from k3.store.policies import MODELS, make_model
-from k3.store.requests import Requests
-from k3.store.route_trace import Choice, RoutedPass, RouteHeader, TracedLayer, write_route_trace
-from k3.store.simulate import BELADY, compulsory, replay, simulate
-from k3.store.simulate_cli import simulate_command
+from k3.store.routing.belady import belady_misses, first_uses, next_use
+from k3.store.routing.policies import MODELS, make_model
+from k3.store.routing.route_trace import Choice, RoutedPass, RouteHeader, TracedLayer, write_route_trace
+from k3.store.routing.simulate import BELADY, compulsory, replay, simulate
+from k3.store.routing.simulate_command import simulate_command
+from k3.store.routing.trace_requests import Requests
 
 LAYERS, EXPERTS = 2, 4
 HEADER = RouteHeader("m", 3, tuple(TracedLayer(layer, EXPERTS, 100 + layer) for layer in range(LAYERS)))

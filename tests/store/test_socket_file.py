@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from k3.container.errors import SocketError
-from k3.store import serve
-from k3.store.notify import Supervisor
-from k3.store.path_guard import guard_name
-from k3.store.serve import ServeOptions
-from k3.store.service import ServeSettings
-from k3.store.socket_file import adopt, check_length, claim, default_path, usual_path
+from k3.base.errors import SocketError
+from k3.store.daemon import serve
+from k3.store.daemon.model_service import ServeSettings
+from k3.store.daemon.serve import ServeOptions
+from k3.store.daemon.systemd import Supervisor
+from k3.store.protocol.path_guard import guard_name
+from k3.store.protocol.socket_file import adopt, check_length, claim, default_path, usual_path
 
 
 def leave_behind(path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_missing_directory_says_what_to_do(tmp_path: Path) -> None:
 STARTER = """
     import sys, time
     from pathlib import Path
-    from k3.container.errors import SocketError
-    from k3.store.socket_file import claim
+    from k3.base.errors import SocketError
+    from k3.store.protocol.socket_file import claim
     print("up", flush=True)
     sys.stdin.readline()
     try:

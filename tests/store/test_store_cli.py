@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from k3.container.memory_limit import memory_limit
-from k3.store import bench
+from k3.base.memory_limit import memory_limit
 from k3.store.cli import main
-from k3.store.client import DaemonSource
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.commands import drive_bench
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside
 
@@ -156,11 +156,11 @@ def test_bench_refuses_the_page_cache(built: Built, tmp_path: Path, monkeypatch:
         "--seconds",
         "0.05",
     )
-    monkeypatch.setattr(bench, "device_read_bytes", lambda: 12345)  # the kernel says: nothing was fetched
+    monkeypatch.setattr(drive_bench, "device_read_bytes", lambda: 12345)  # the kernel says: nothing was fetched
     told = k3_store("bench", *options)
     assert told.exit_code == 9
     assert "in a page cache" in told.stderr
-    monkeypatch.setattr(bench.ReadFile, "_open_direct", lambda self, flags: -1)
+    monkeypatch.setattr(drive_bench.ReadFile, "_open_direct", lambda self, flags: -1)
     told = k3_store("bench", *options)
     assert told.exit_code == 9
     assert "would measure the page cache" in told.stderr

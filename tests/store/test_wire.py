@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.errors import WireError
-from k3.store import wire
+from k3.base.errors import WireError
+from k3.store.protocol import wire
 
 numbers = st.integers(0, wire.NUMBER_MAX)
 texts = st.text(st.characters(codec="utf-8"), max_size=200)
@@ -204,7 +204,7 @@ def test_a_process_that_may_open_no_more_files_is_told(pair: tuple[socket.socket
     wire.send(here, wire.Goodbye("x"), [0] * 6)
     code = (
         "import os, resource, socket, sys\n"
-        "from k3.container.errors import WireError\n"
+        "from k3.base.errors import WireError\n"
         "from k3.store import wire\n"
         "end = socket.socket(fileno=int(sys.argv[1]))\n"
         "used = len(os.listdir('/proc/self/fd'))\n"

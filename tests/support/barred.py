@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from k3.container.huge_pages import huge_pages
-from k3.container.pages import huge_buffer, populate
+from k3.base.huge_pages import huge_pages
+from k3.base.page_buffers import huge_buffer, populate
 
 _PR_SET_THP_DISABLE = 41
 

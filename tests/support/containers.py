@@ -13,15 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from k3.container import checksum
+from k3.base import checksum
+from k3.checkpoint.safetensors_header import build_header
 from k3.container.catalog import CatalogLayer, CatalogTensor, expert_layout, write_catalog
 from k3.container.catalog_record import CatalogExtent
-from k3.container.headers import build_header
-from k3.container.keys import Encoding, ExpertKey, ExpertLayout, tensor_bytes
 from k3.container.layout import (
-    CATALOG_NAME,
     DENSE_NAME,
-    MANIFEST_NAME,
     ROOT_FORMAT,
     ROOT_NAME,
     VERSION,
@@ -32,6 +29,8 @@ from k3.container.layout import (
     pack_piece,
 )
 from k3.container.manifest import DataFile, Geometry, Manifest, Root, SmallFile, SourceShard
+from k3.model.keys import Encoding, ExpertKey, ExpertLayout, tensor_bytes
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 
 PARTS = (
     ("w1.weight_packed", "U8", (48, 160)),

@@ -15,26 +15,27 @@ from typing import Any
 
 import numpy as np
 
-from k3.container import checksum
-from k3.container.architecture import ModelConfig
+from k3.base import checksum
+from k3.base.regular_file import RegularFile
+from k3.checkpoint.safetensors_header import read_header
 from k3.container.catalog import CatalogReader
-from k3.container.headers import read_header
-from k3.container.keys import ExpertKey
-from k3.container.layout import CATALOG_NAME, MANIFEST_NAME, ROOT_NAME
+from k3.container.layout import ROOT_NAME
 from k3.container.manifest import Manifest, parse_manifest
-from k3.container.modelconfig import parse_config
 from k3.container.reader import locate_roots, read_manifest
-from k3.container.regular_file import RegularFile
-from k3.container.vocabulary import (
+from k3.engine.definition.tokenizer import Tokenizer
+from k3.engine.forward.state import State
+from k3.engine.run.state_file import SavedState, write_state
+from k3.model.architecture import ModelConfig
+from k3.model.keys import ExpertKey
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
+from k3.model.model_config import parse_config
+from k3.model.vocabulary import (
     GENERATION_NAME,
     RANKS_NAME,
     SPECIAL_NAMES_NAME,
     parse_eos_ids,
     parse_vocabulary,
 )
-from k3.engine.state import State
-from k3.engine.state_file import SavedState, write_state
-from k3.engine.tokenizer import Tokenizer
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord, read_journal
 from tests.engine.test_state_file import BINDING, filled, small_config

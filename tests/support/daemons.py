@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from k3.container.errors import DaemonError
-from k3.store.daemon import Daemon, DaemonOptions
-from k3.store.link import ask_status
-from k3.store.native import NativeServer
-from k3.store.notify import Notifier, Supervisor
-from k3.store.service import ServeSettings, Service
-from k3.store.socket_file import claim
+from k3.base.errors import DaemonError
+from k3.store.client.socket_link import ask_status
+from k3.store.daemon.control_loop import Daemon, DaemonOptions
+from k3.store.daemon.model_service import ServeSettings, Service
+from k3.store.daemon.systemd import Notifier, Supervisor
+from k3.store.protocol.native import NativeServer
+from k3.store.protocol.socket_file import claim
 
 START_S = 60.0
 

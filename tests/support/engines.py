@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3.container.architecture import ModelConfig
-from k3.container.recipe import Recipe
-from k3.container.snapshot import Snapshot
-from k3.container.source import ModelSource
-from k3.engine.model import Model
-from k3.engine.model_options import ModelOptions
-from k3.engine.session import Session
-from k3.store.file import FileSource
+from k3.checkpoint.snapshot import Snapshot
+from k3.engine.definition.model_options import ModelOptions
+from k3.engine.forward.model import Model
+from k3.engine.run.session import Session
+from k3.model.architecture import ModelConfig
+from k3.model.model_source import ModelSource
+from k3.model.tensor_recipe import Recipe
+from k3.store.local.file_source import FileSource
 from k3.store.source import ExpertSource
 
 VECTORS = Path(__file__).parents[1] / "vectors"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from k3.container.direct import ReadFile, aligned_buffer
-from k3.container.errors import K3Error
-from k3.container.keys import ExpertKey
+from k3.base.direct_io import ReadFile, aligned_buffer
+from k3.base.errors import K3Error
+from k3.model.keys import ExpertKey
 from k3.store.source import ExpertSource, Lease, LeaseStream, SourceStats
 
 Kind = Literal["short", "eintr", "eio", "flip", "stall"]

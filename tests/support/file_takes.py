@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from k3.container.keys import ExpertKey
+from k3.model.keys import ExpertKey
 from tests.support.containers import Built
 
 EXPERTS = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from k3.container.keys import Extent
 from k3.container.reader import Container
+from k3.model.keys import Extent
 
 
 class ModelView:

@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from k3.container.direct import ReadFile
-from k3.store.native import ClientGrant, Completion, NativeRing, NativeServer, ServerSettings, slot_bytes_for
-from k3.store.ring_layout import Op, Status
+from k3.base.direct_io import ReadFile
+from k3.store.protocol.native import (
+    ClientGrant,
+    Completion,
+    NativeRing,
+    NativeServer,
+    ServerSettings,
+    slot_bytes_for,
+)
+from k3.store.protocol.ring_layout import Op, Status
 
 RECORD = struct.Struct("<IIQQQ16s")
 PAGE = 4096

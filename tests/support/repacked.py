@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from k3.kernels import reference
 from k3.repack.cli import main
-from k3.verify.synthetic import SyntheticModel
+from k3.verify.synthetic.snapshot_writer import SyntheticModel
 
 SMALL = SyntheticModel(
     layers=3, hidden=32, latent=32, moe_inter=32, experts=4, experts_per_token=2, dense_inter=64, heads=2,

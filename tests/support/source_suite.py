@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from k3.container.errors import ExpertError
-from k3.container.keys import ExpertKey
+from k3.base.errors import ExpertError
+from k3.model.keys import ExpertKey
 from k3.store.source import POISON, ExpertSource
 
 THREADS = 4

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from k3.container.direct import ReadFile
+from k3.base.direct_io import ReadFile
 
 CALLS = ("open", "stat", "fstat", "preadv", "close", "mmap")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
-from k3.engine.bench_cli import bench
 from k3.engine.cli import main as run_main
+from k3.engine.report.bench_command import bench
 from k3.repack.cli import main as repack_main
 from k3.store.cli import main as store_main
 from k3.verify.cli import main as verify_main

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.direct import ReadFile
-from k3.verify import bytes as bytes_module
-from k3.verify.bytes import BytesCheck, check_bytes, runs
+from k3.base.direct_io import ReadFile
+from k3.verify import digest_check as bytes_module
+from k3.verify.digest_check import BytesCheck, check_bytes, runs
 from k3.verify.finding import Finding, Kind
 from k3.verify.structure import check_structure
 from k3.verify.target import Target

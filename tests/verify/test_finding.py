@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from k3.container.errors import DriveError, ExitCode
+from k3.base.errors import DriveError, ExitCode
 from k3.verify.finding import EXIT_CODES, Finding, Kind, Severity, exit_code, finding_of
 
 

@@ -14,11 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.container.snapshot import Snapshot
-from k3.verify import reference, reference_attention, reference_mlp, reference_weights
-from k3.verify.reference import KdaState, MlaState, ReferenceModel, ReferenceState, Taps
-from k3.verify.reference_math import causal_conv, dequantize_mxfp4, rms_norm
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.checkpoint.snapshot import Snapshot
+from k3.verify.reference import attention, forward, mlp, weights
+from k3.verify.reference.arithmetic import causal_conv, dequantize_mxfp4, rms_norm
+from k3.verify.reference.forward import (
+    KdaState,
+    MlaState,
+    ReferenceModel,
+    ReferenceState,
+    Taps,
+)
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 NAMES = ("tiny_s0", "tiny_s1")
@@ -218,12 +224,12 @@ def situ_without_sigmoid(gate: Any, up: Any, beta: float, linear_beta: float) ->
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "at_least"),
     [
-        (reference_weights, "dequantize_mxfp4", swapped_nibbles, 0.5),
-        (reference, "rms_norm", scores_without_norm, 0.5),
-        (reference_attention, "L2_NORM_EPS", 1e-5, 1e-4),
-        (reference_attention, "l2_norm", clipped_l2_norm, 1.5 * RELATIVE_L2_MAX),
-        (reference_attention, "causal_conv", newest_tap_first, 0.1),
-        (reference_mlp, "situ", situ_without_sigmoid, 0.1),
+        (weights, "dequantize_mxfp4", swapped_nibbles, 0.5),
+        (forward, "rms_norm", scores_without_norm, 0.5),
+        (attention, "L2_NORM_EPS", 1e-5, 1e-4),
+        (attention, "l2_norm", clipped_l2_norm, 1.5 * RELATIVE_L2_MAX),
+        (attention, "causal_conv", newest_tap_first, 0.1),
+        (mlp, "situ", situ_without_sigmoid, 0.1),
     ],
     ids=["nibbles", "mix scores", "L2 epsilon", "L2 clipped", "convolution", "situ"],
 )

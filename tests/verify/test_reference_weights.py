@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from k3.container import checksum
-from k3.container.errors import ConfigError, DamageError, DriveError, ExpertError, UnsupportedError
-from k3.container.keys import Encoding, Extent
-from k3.container.snapshot import Snapshot
-from k3.container.source import EncodedTensor
-from k3.verify.reference import ReferenceModel
-from k3.verify.reference_config import ReferenceConfig
-from k3.verify.reference_math import causal_conv, dequantize, dequantize_mxfp4, sigmoid, situ, softmax
-from k3.verify.reference_weights import ReferenceWeights
+from k3.base import checksum
+from k3.base.errors import ConfigError, DamageError, DriveError, ExpertError, UnsupportedError
+from k3.checkpoint.snapshot import Snapshot
+from k3.model.keys import Encoding, Extent
+from k3.model.model_source import EncodedTensor
+from k3.verify.reference.arithmetic import causal_conv, dequantize, dequantize_mxfp4, sigmoid, situ, softmax
+from k3.verify.reference.config import ReferenceConfig
+from k3.verify.reference.forward import ReferenceModel
+from k3.verify.reference.weights import ReferenceWeights
 
 GOLDEN = Path(__file__).parent.parent / "vectors" / "tiny_s0"
 

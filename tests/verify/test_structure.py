@@ -15,13 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3.container import checksum
+from k3.base import checksum
+from k3.base.errors import ExitCode, IncompleteError, NotAContainerError, VersionError
 from k3.container.catalog import CatalogLayer, CatalogReader, write_catalog
 from k3.container.catalog_record import CatalogExtent
-from k3.container.errors import ExitCode, IncompleteError, NotAContainerError, VersionError
-from k3.container.keys import ExpertKey
-from k3.container.layout import CATALOG_NAME, JOURNAL_NAME, MANIFEST_NAME, ROOT_NAME, pack_piece
+from k3.container.layout import JOURNAL_NAME, ROOT_NAME, pack_piece
 from k3.container.manifest import SmallFile
+from k3.model.keys import ExpertKey
+from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from k3.verify.finding import Finding, Kind, exit_code
 from k3.verify.structure import check_structure
 from tests.support.containers import Built, build_container, flip, write_manifest

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from k3.verify import synthetic
-from k3.verify.synthetic import (
+from k3.verify.synthetic.__main__ import main
+from k3.verify.synthetic.snapshot_writer import (
     Census,
     ShardPlan,
     SyntheticModel,
@@ -27,8 +27,8 @@ from k3.verify.synthetic import (
     write_snapshot,
     write_sparse_snapshot,
 )
-from k3.verify.synthetic_tokenizer import rank_bytes
-from k3.verify.synthetic_values import STRETCH
+from k3.verify.synthetic.tokenizer import rank_bytes
+from k3.verify.synthetic.values import STRETCH
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tiktoken.model")
@@ -323,13 +323,13 @@ def test_shards_hold_every_tensor_once_and_widest_first(
 
 def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        synthetic.main,
+        main,
         [str(tmp_path / "m"), "--experts", "8", "--layers", "3", "--no-vision", "--sparse", "--json"],
     )
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
     assert report["routed"]["tensors"] == 2 * 8 * 6
     assert report["vision"]["tensors"] == 0
-    refused = CliRunner().invoke(synthetic.main, [str(tmp_path / "n"), "--experts", "2"])
+    refused = CliRunner().invoke(main, [str(tmp_path / "n"), "--experts", "2"])
     assert refused.exit_code == 2
     assert "only 2 experts" in refused.output

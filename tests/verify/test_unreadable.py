@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from k3.container.direct import ReadFile
+from k3.base.direct_io import ReadFile
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.verify.bytes import BytesCheck, check_bytes
 from k3.verify.cli import main
+from k3.verify.digest_check import BytesCheck, check_bytes
 from k3.verify.finding import Kind
 from k3.verify.structure import check_structure
-from k3.verify.synthetic import SyntheticModel, write_snapshot
+from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.containers import Built, build_container
 from tests.support.mounts import small_tmpfs
 from tests.support.syscalls import CALLS, ERRNOS, FailingCall

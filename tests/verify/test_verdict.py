@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3.container.errors import DriveError, ExitCode
-from k3.container.ledger import Ledger
+from k3.base.errors import DriveError, ExitCode
+from k3.base.ledger import Ledger
 from k3.verify.finding import EXIT_CODES, Finding, Kind, Severity, exit_code
 from k3.verify.report import Report
 from k3.verify.verdict import Unit, unexplained, verdict

@@ -1,0 +1,232 @@
+"""The tree of operating errors and the exit code each one ends a command with.
+
+An operating error is something a user can cause or meet: a bad file, a full drive, a damaged byte. It says
+what is wrong, where (file, tensor, layer, expert, offset) and what to do about it, and never shows a
+traceback. A mistake of the programmer is an assertion or a plain Python exception instead.
+
+    K3Error
+    ├── SourceError            the snapshot cannot be used as it is
+    │   ├── HeaderError        a safetensors header is not sound
+    │   ├── ShardError         a shard is missing, truncated, empty, a pointer, or not the published bytes
+    │   ├── IndexFileError     model.safetensors.index.json is missing, stale or contradicts the shards
+    │   ├── ConfigError        config.json is missing or contradicts itself
+    │   ├── ExpertError        an expert is incomplete or unlike its neighbours
+    │   └── QuantizeError      a weight is not finite
+    ├── ContainerError         the container cannot be used as it is
+    │   ├── NotAContainerError
+    │   ├── IncompleteError    a repack has not finished (or a root is not there)
+    │   ├── VersionError       written by a newer format version (a saved state too)
+    │   └── DamageError        bytes differ from their digest
+    ├── DriveError             the operating system refused a read or a write
+    │   └── SpaceError         a drive is full, or would be
+    ├── DaemonError            k3-store is not there, refused, or went away
+    │   ├── WireError          a control message is not what the protocol allows
+    │   └── SocketError        the socket's place cannot be used, or another daemon has it
+    ├── ResumeError            what should go on was begun with other parameters or another source
+    └── UnsupportedError       sound, but this program cannot do it
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Any
+
+from k3.base.safe_text import visible
+
+
+class ExitCode(enum.IntEnum):
+    """What a command's exit status means; the same for every command of the project."""
+
+    OK = 0
+    DAMAGED = 1
+    USAGE = 2
+    SOURCE = 3
+    INCOMPLETE = 4
+    NOT_A_CONTAINER = 5
+    DRIVE = 6
+    SPACE = 7
+    RESUME = 8
+    UNSUPPORTED = 9
+    DAEMON = 10
+    INTERNAL = 70
+    INTERRUPTED = 130
+    CLOSED_PIPE = 141
+
+
+EXIT_CODE_HELP: dict[ExitCode, str] = {
+    ExitCode.OK: "sound, or done",
+    ExitCode.DAMAGED: "bytes are damaged, missing or differ from the source",
+    ExitCode.USAGE: "wrong arguments",
+    ExitCode.SOURCE: "the snapshot cannot be used as it is",
+    ExitCode.INCOMPLETE: "the container is unfinished, or a root of it is not there",
+    ExitCode.NOT_A_CONTAINER: "not a container",
+    ExitCode.DRIVE: "a read or write failed",
+    ExitCode.SPACE: "not enough space",
+    ExitCode.RESUME: "what should go on was begun with other parameters or another source",
+    ExitCode.UNSUPPORTED: "a newer format, too little memory, or something this program cannot do",
+    ExitCode.DAEMON: "k3-store is not there, refused, or went away",
+    ExitCode.INTERNAL: "a fault of the program itself",
+    ExitCode.INTERRUPTED: "interrupted",
+    ExitCode.CLOSED_PIPE: "whoever read the output has gone",
+}
+
+
+class K3Error(Exception):
+    """An operating error: what, where, and what to do.
+
+    `problem` is one sentence without a full stop. The keywords name the place; `advice` is the next step.
+    """
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        layer: int | None = None,
+        expert: int | None = None,
+        offset: int | None = None,
+        advice: str | None = None,
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.path = None if path is None else os.fspath(path)
+        self.tensor = tensor
+        self.layer = layer
+        self.expert = expert
+        self.offset = offset
+        self.advice = advice
+
+    def where(self) -> str:
+        """The place as one phrase, empty when none was given."""
+        parts = []
+        if self.path is not None:
+            parts.append(f"file {self.path}")
+        if self.tensor is not None:
+            parts.append(f"tensor {self.tensor}")
+        if self.layer is not None:
+            parts.append(f"layer {self.layer}")
+        if self.expert is not None:
+            parts.append(f"expert {self.expert}")
+        if self.offset is not None:
+            parts.append(f"offset {self.offset}")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        where = self.where()
+        text = f"{self.problem} ({where})" if where else self.problem
+        return visible(f"{text}. {self.advice}" if self.advice else text)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The error as one JSON object; places that are unknown are left out."""
+        fields = {
+            "error": type(self).__name__,
+            "exit_code": int(self.exit_code),
+            "problem": self.problem,
+            "path": self.path,
+            "tensor": self.tensor,
+            "layer": self.layer,
+            "expert": self.expert,
+            "offset": self.offset,
+            "advice": self.advice,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
+
+
+class SourceError(K3Error):
+    """The snapshot cannot be used as it is."""
+
+    exit_code = ExitCode.SOURCE
+
+
+class HeaderError(SourceError):
+    """A safetensors header is not sound."""
+
+
+class ShardError(SourceError):
+    """A shard is missing, truncated, empty, a pointer file, or not the bytes that were published."""
+
+
+class IndexFileError(SourceError):
+    """The shard index is missing, stale or contradicts the shards."""
+
+
+class ConfigError(SourceError):
+    """config.json is missing, unreadable or contradicts itself."""
+
+
+class ExpertError(SourceError):
+    """An expert is incomplete or unlike its neighbours."""
+
+
+class QuantizeError(SourceError):
+    """A weight that should be quantized is not finite."""
+
+
+class ContainerError(K3Error):
+    """The container cannot be used as it is."""
+
+    exit_code = ExitCode.DAMAGED
+
+
+class NotAContainerError(ContainerError):
+    """There is no container at this place."""
+
+    exit_code = ExitCode.NOT_A_CONTAINER
+
+
+class IncompleteError(ContainerError):
+    """A repack has not finished, or a root is not there."""
+
+    exit_code = ExitCode.INCOMPLETE
+
+
+class VersionError(ContainerError):
+    """The container, or a saved state, was written by a newer format version."""
+
+    exit_code = ExitCode.UNSUPPORTED
+
+
+class DamageError(ContainerError):
+    """Bytes differ from their digest, or a file from its recorded size."""
+
+
+class DriveError(K3Error):
+    """The operating system refused a read or a write."""
+
+    exit_code = ExitCode.DRIVE
+
+
+class SpaceError(DriveError):
+    """A drive is full, or would be."""
+
+    exit_code = ExitCode.SPACE
+
+
+class DaemonError(K3Error):
+    """The k3-store daemon is not there, refused, or went away."""
+
+    exit_code = ExitCode.DAEMON
+
+
+class WireError(DaemonError):
+    """A control message is not what the protocol allows."""
+
+
+class SocketError(DaemonError):
+    """The socket's place cannot be used, or another daemon has it."""
+
+
+class ResumeError(K3Error):
+    """What should go on (an unfinished run, a saved state) has other parameters or another source."""
+
+    exit_code = ExitCode.RESUME
+
+
+class UnsupportedError(K3Error):
+    """The input is sound, but this program cannot do what is asked with it."""
+
+    exit_code = ExitCode.UNSUPPORTED

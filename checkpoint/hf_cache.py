@@ -1,0 +1,107 @@
+"""The shapes a Hugging Face download can have on disk.
+
+    models--org--name/blobs/<sha256>                     the bytes
+    models--org--name/snapshots/<revision>/<file>        links: ../../blobs/<sha256>
+    models--org--name/refs/main                          the name of a revision
+
+A blob's name is a digest of its bytes, which is a proof for free (downloads.py); so links are read, but a path is
+never replaced by its target: the target has neither the file's name nor its neighbours.
+
+Reads directories and links only; safe to use from any thread.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from k3.base.direct_io import drive_error
+from k3.base.errors import DriveError, SourceError
+from k3.base.safe_text import shown_name
+from k3.model.model_config import CONFIG_NAME
+
+_LISTED_MAX = 8
+
+
+def snapshot_directory(path: Path) -> Path:
+    """The directory that holds a snapshot's files, given that directory or a cache folder above it.
+
+    A `models--…` folder or its `snapshots` folder stands for its one revision. Returns an absolute path with
+    all links left as they are. SourceError when there is no such directory or the choice is not clear.
+    """
+    path = path.absolute()
+    entries = dict(list_directory(path))
+    if CONFIG_NAME in entries:
+        return path
+    if path.name == "snapshots":
+        revisions_in = path
+    elif entries.get("snapshots"):
+        revisions_in = path / "snapshots"
+    else:
+        return path
+    revisions = [name for name, is_directory in list_directory(revisions_in) if is_directory]
+    if len(revisions) == 1:
+        return revisions_in / revisions[0]
+    if not revisions:
+        raise SourceError("holds no revision", path=revisions_in, advice="Download the model first")
+    main = revisions_in.parent / "refs" / "main"
+    raise SourceError(
+        f"holds {len(revisions)} revisions: {_listed(revisions)}",
+        path=revisions_in,
+        advice=f"Name the folder of one revision; {main} says which is the newest that was asked for",
+    )
+
+
+def possible_snapshots(path: Path) -> list[Path]:
+    """`path` and, if it is a cache folder, the directories of all its revisions, by name.
+
+    For looking for files that are known by name: nothing is refused, what cannot be looked at is left out.
+    """
+    revisions_in = path if path.name == "snapshots" else path / "snapshots"
+    try:
+        return [
+            path,
+            *(revisions_in / name for name, is_directory in list_directory(revisions_in) if is_directory),
+        ]
+    except (SourceError, DriveError):
+        return [path]
+
+
+def list_directory(path: Path) -> list[tuple[str, bool]]:
+    """(name, is it a directory) of everything in `path`, by name.
+
+    SourceError when there is no such directory, DriveError when it cannot be listed.
+    """
+    advice = "Name the directory that holds config.json and the shards"
+    try:
+        with os.scandir(path) as entries:
+            return sorted((entry.name, _is_directory(entry)) for entry in entries)
+    except FileNotFoundError as error:
+        raise SourceError("there is no such directory", path=path, advice=advice) from error
+    except NotADirectoryError as error:
+        raise SourceError("is a file where a directory is expected", path=path, advice=advice) from error
+    except OSError as error:
+        raise drive_error("cannot read", error, path) from error
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link in a circle; whoever needs the file will say so
+
+
+def describe_directory(path: Path) -> str:
+    """What a directory holds, in a few words, for a message that something else was expected there."""
+    entries = list_directory(path)
+    files = [name for name, is_directory in entries if not is_directory]
+    folders = [f"{name}/" for name, is_directory in entries if is_directory]
+    if not entries:
+        return "it is empty"
+    return f"it holds {_listed(folders + files)}"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(shown_name(name) for name in names[:_LISTED_MAX])
+    more = len(names) - _LISTED_MAX
+    return f"{shown} and {more} more" if more > 0 else shown

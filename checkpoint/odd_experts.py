@@ -1,0 +1,70 @@
+"""Experts that are whole and yet no use: weights that are all zero, scale bytes that stand for no number.
+
+A published checkpoint may hold such bytes, or a download that was filled up with them. They are copied and proven
+like any others; these are the words for them, so that nobody takes them for damage of a container.
+
+`ExpertWatch` is for one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from k3.model.keys import ExpertKey, ExpertLayout, ExpertPart
+
+RESERVED_SCALE = 255
+"""The scale byte that stands for no number (NaN, for formats that have one)."""
+
+_GLANCE_BYTES = 256
+_MAGNITUDES = 0x77  # of the two numbers in a byte, without their signs
+_LISTED = 5  # experts named in a note before "and N more"
+
+
+class ExpertWatch:
+    """Looks at one expert's payload as it passes, in pieces of any size and in any order."""
+
+    def __init__(self, layout: ExpertLayout) -> None:
+        self._parts = [part for part in layout.parts if part.nbytes and part.name.endswith(("_packed", "_scale"))]
+        self._reserved: set[str] = set()
+        self._used: set[str] = set()
+
+    def feed(self, start: int, data: npt.NDArray[np.uint8]) -> None:
+        """Take in the payload's bytes from `start` on."""
+        for part in self._parts:
+            first, last = max(part.offset, start), min(part.offset + part.nbytes, start + len(data))
+            if first < last:
+                self._look(part, data[first - start : last - start])
+
+    def problems(self) -> tuple[str, ...]:
+        """Return the oddities of the bytes that have passed, one phrase for each part."""
+        phrases = []
+        for part in self._parts:
+            if part.name in self._reserved:
+                phrases.append(f"{part.name} has the byte {RESERVED_SCALE}, which stands for no number")
+            elif part.name.endswith("_packed") and part.name not in self._used:
+                phrases.append(f"{part.name} is all zeros")
+        return tuple(phrases)
+
+    def _look(self, part: ExpertPart, data: npt.NDArray[np.uint8]) -> None:
+        if part.name.endswith("_scale"):
+            if int(data.max()) == RESERVED_SCALE:
+                self._reserved.add(part.name)
+        elif part.name not in self._used:
+            glance = data[:_GLANCE_BYTES]
+            if (glance & _MAGNITUDES).any() or (data & _MAGNITUDES).any():
+                self._used.add(part.name)
+
+
+def odd_experts_note(odd: Mapping[ExpertKey, tuple[str, ...]]) -> str | None:
+    """Return a sentence that names odd experts as published ones, None when there are none."""
+    if not odd:
+        return None
+    named = [f"layer {key.layer} expert {key.expert} ({', '.join(odd[key])})" for key in sorted(odd)[:_LISTED]]
+    more = f" and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
+    return (
+        f"as published, these experts are odd: {'; '.join(named)}{more}; a run ends where it "
+        f"needs an expert with the scale byte {RESERVED_SCALE}"
+    )

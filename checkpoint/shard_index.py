@@ -1,0 +1,84 @@
+"""model.safetensors.index.json: which shard holds which tensor.
+
+The index is untrusted: its file names become paths, so they are checked to be plain names first. It is large
+(60 MB and 497,220 names for K3), so equal file names share one string, and callers drop it when they have
+compared it with the shards.
+
+Reads one file; the result is a plain value owned by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from k3.base.errors import IndexFileError
+from k3.base.safe_text import shown, shown_name
+from k3.base.strict_json import parse_object
+
+INDEX_NAME = "model.safetensors.index.json"
+INDEX_BYTES_MAX = 1 << 30
+SUFFIX = ".safetensors"
+
+_REFETCH = "Fetch the index again"
+
+
+@dataclass(slots=True)
+class ShardIndex:
+    """A checked index. `weight_map` is tensor name -> shard file name; it may be emptied by its owner.
+
+    `total_bytes` is what the index says the tensors add up to, None where it says nothing usable.
+    """
+
+    path: Path
+    weight_map: dict[str, str]
+    total_bytes: int | None
+
+    def shard_names(self) -> list[str]:
+        """The shards, each once, by name."""
+        return sorted(set(self.weight_map.values()))
+
+
+def parse_index(data: bytes, path: Path) -> ShardIndex:
+    """Check the bytes of an index. IndexFileError when they are no JSON, or name no plain files."""
+    fields = parse_object(data, what="the index", path=path, error=IndexFileError, advice=_REFETCH)
+    weight_map = fields.get("weight_map")
+    if type(weight_map) is not dict:
+        raise IndexFileError("the index has no weight_map table", path=path, advice=_REFETCH)
+    if not weight_map:
+        raise IndexFileError("the index names no tensors", path=path, advice=_REFETCH)
+    names: dict[str, str] = {}
+    for tensor, shard in weight_map.items():
+        if type(shard) is not str:
+            raise IndexFileError(
+                f"the index names no file but {shown(shard)}",
+                path=path,
+                tensor=shown_name(tensor),
+                advice=_REFETCH,
+            )
+        known = names.get(shard)
+        if known is None:
+            _check_file_name(shard, path, tensor)
+            known = names[shard] = shard
+        weight_map[tensor] = known
+    return ShardIndex(path, weight_map, _total_bytes(fields.get("metadata")))
+
+
+def _check_file_name(shard: str, path: Path, tensor: str) -> None:
+    if "/" in shard or "\\" in shard or shard in ("", ".", ".."):
+        problem, advice = "is not a plain file name", f"An index must not lead out of its folder. {_REFETCH}"
+    elif len(shard) > 255 or not shard.isprintable():
+        problem, advice = "is not a file name", _REFETCH
+    elif not shard.endswith(SUFFIX):
+        problem, advice = f"does not end with {SUFFIX}", "Name a safetensors snapshot"
+    else:
+        return
+    raise IndexFileError(
+        f"shard name {shown(shard)} {problem}", path=path, tensor=shown_name(tensor), advice=advice
+    )
+
+
+def _total_bytes(metadata: Any) -> int | None:
+    total = metadata.get("total_size") if type(metadata) is dict else None
+    return total if type(total) is int else None

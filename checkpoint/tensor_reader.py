@@ -1,0 +1,111 @@
+"""One dense tensor from a shard into memory, in the encoding that was asked for.
+
+Quantization is the one definition in `k3.kernels`; rows are independent of each other, so a large matrix is
+read and quantized a block of rows at a time and gives the same bytes as all at once.
+
+Functions open and close the file themselves and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from k3 import kernels
+from k3.base.errors import QuantizeError, UnsupportedError
+from k3.base.regular_file import RegularFile
+from k3.checkpoint.shard import SourceTensor
+from k3.model.k3_tensors import REAL_DTYPES
+from k3.model.keys import Encoding
+from k3.model.model_source import EncodedTensor
+
+BLOCK_BYTES = 32 << 20
+"""Source bytes that are read and quantized at once (at least one row)."""
+
+INT4_GROUP = 64
+
+NUMPY_DTYPES: dict[str, str] = {
+    "BOOL": "u1", "U8": "u1", "I8": "i1", "F8_E5M2": "u1", "F8_E4M3": "u1", "F8_E8M0": "u1",
+    "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
+    "U32": "<u4", "I32": "<i4", "F32": "<f4",
+    "U64": "<u8", "I64": "<i8", "F64": "<f8",
+}  # fmt: skip
+"""What NumPy calls each dtype; bit patterns where it has no such type."""
+
+
+def read_tensor(path: Path, tensor: SourceTensor, encoding: Encoding) -> EncodedTensor:
+    """Read `tensor` from `path` as `encoding`.
+
+    Every encoding but RAW needs two dimensions and BF16, F16 or F32 (UnsupportedError). QuantizeError names the
+    first weight that is not finite; ShardError and DriveError when the bytes cannot be read.
+    """
+    with RegularFile(path) as file:
+        if encoding is Encoding.RAW:
+            data = np.empty(tensor.shape, NUMPY_DTYPES[tensor.dtype])
+            _fill(file, tensor.offset, data)
+            return EncodedTensor(tensor.name, encoding, tensor.dtype, tensor.shape, data)
+        return _read_encoded(file, tensor, encoding)
+
+
+def _read_encoded(file: RegularFile, tensor: SourceTensor, encoding: Encoding) -> EncodedTensor:
+    if len(tensor.shape) != 2 or tensor.dtype not in REAL_DTYPES:
+        raise UnsupportedError(
+            f"{tensor.dtype} {tensor.shape} cannot be stored as {encoding.value}",
+            path=file.path,
+            tensor=tensor.name,
+            advice=f"Only matrices in {' or '.join(REAL_DTYPES)} can",
+        )
+    rows, columns = tensor.shape
+    data, scales = _empty_result(rows, columns, encoding)
+    row_bytes = tensor.nbytes // max(rows, 1)
+    step = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    for first in range(0, rows, step):
+        block = np.empty((min(step, rows - first), columns), NUMPY_DTYPES[tensor.dtype])
+        _fill(file, tensor.offset + first * row_bytes, block)
+        last = first + len(block)
+        if encoding is Encoding.F32:
+            data[first:last] = kernels.widen(block)
+            continue
+        assert scales is not None
+        data[first:last], scales[first:last] = _quantize(block, encoding, file.path, tensor, first)
+    return EncodedTensor(tensor.name, encoding, tensor.dtype, tensor.shape, data, scales)
+
+
+def _empty_result(
+    rows: int, columns: int, encoding: Encoding
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
+    if encoding is Encoding.F32:
+        return np.empty((rows, columns), np.float32), None
+    if encoding is Encoding.INT8:
+        return np.empty((rows, columns), np.uint8), np.empty(rows, np.float32)
+    return (
+        np.empty((rows, -(-columns // 2)), np.uint8),
+        np.empty((rows, -(-columns // INT4_GROUP)), np.float32),
+    )
+
+
+def _quantize(
+    block: npt.NDArray[Any], encoding: Encoding, path: Path, tensor: SourceTensor, first_row: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
+    try:
+        if encoding is Encoding.INT8:
+            return kernels.quantize_int8(block)
+        return kernels.quantize_int4(block)
+    except kernels.NonFiniteError as error:
+        row = first_row + error.row
+        raise QuantizeError(
+            f"the weight in row {row}, column {error.column} is {error.value}",
+            path=path,
+            tensor=tensor.name,
+            offset=tensor.offset + (row * tensor.shape[1] + error.column) * block.itemsize,
+            advice="The shard is damaged: compare it with its published SHA-256 and fetch it again",
+        ) from error
+
+
+def _fill(file: RegularFile, offset: int, array: npt.NDArray[Any]) -> None:
+    """Fill a contiguous array from the file; an empty one needs no read."""
+    if array.nbytes:
+        file.read_into(offset, array.reshape(-1).view(np.uint8).data)

@@ -1,0 +1,108 @@
+"""Running on a k3-store daemon: the model comes through its socket, and so do the experts.
+
+`attach` opens the connection that `open_experts` later takes over. With the fallback "file", experts are read from
+the container's files whenever there is no daemon; the container must then be the very same one. Main thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from k3.base.errors import DaemonError
+from k3.container.reader import Container
+from k3.engine.definition.settings import ModelSettings
+from k3.engine.launch.memory_plan import MemoryPlan
+from k3.model.identity import ModelIdentity
+from k3.store.client.daemon_model import DaemonModel
+from k3.store.client.daemon_source import DaemonSource
+from k3.store.client.socket_link import Link
+from k3.store.local.file_source import FileSource
+from k3.store.source import ExpertSource
+
+_log = logging.getLogger("k3.store")
+
+
+@dataclass(slots=True)
+class Attachment:
+    """A daemon's model, or the container that stands in for it until there is a daemon."""
+
+    socket: Path
+    source: DaemonModel | Container
+    link: Link | None
+    opened: list[Container] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Let go of the connection, unless `open_experts` took it over, and of all files."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        self.source.close()
+        while self.opened:
+            self.opened.pop().close()
+
+
+def attach(settings: ModelSettings) -> Attachment:
+    """Connect to `settings.store`. DaemonError when no daemon is there and no container to fall back on."""
+    assert settings.store is not None
+    try:
+        link = Link.open(settings.store, f"k3-run {os.getpid()}")
+    except DaemonError as error:
+        if settings.fallback != "file" or settings.container is None:
+            raise
+        _log.warning("%s; reading from %s meanwhile", error.problem, settings.container)
+        return Attachment(settings.store, Container.open(settings.container, settings.roots), None)
+    try:
+        model = DaemonModel(link)
+        _check_fallback(model, settings)
+        return Attachment(settings.store, model, link)
+    except BaseException:
+        link.close()
+        raise
+
+
+def _check_fallback(model: DaemonModel, settings: ModelSettings) -> None:
+    """Find out now, and not when the daemon has gone, that the container to fall back on is another model."""
+    if settings.fallback == "file" and settings.container is not None:
+        container = Container.open(settings.container, settings.roots)
+        try:
+            _check_same(container, model.identity)
+        finally:
+            container.close()
+
+
+def _check_same(container: Container, identity: ModelIdentity) -> None:
+    if container.identity != identity:
+        raise DaemonError(
+            f"this container is not the model that k3-store serves: {container.identity.differences(identity)}",
+            path=container.home,
+            advice="Name the container that the daemon serves with --container and --dirs",
+        )
+
+
+def open_experts(attachment: Attachment, settings: ModelSettings, plan: MemoryPlan) -> DaemonSource:
+    """The source of experts, which takes over the connection. `plan` is the fallback's."""
+    link, attachment.link = attachment.link, None
+    identity = attachment.source.identity
+    home, roots = settings.container or attachment.source.home, settings.roots
+    if not roots and isinstance(attachment.source, DaemonModel):
+        roots = attachment.source.roots
+
+    def fall_back() -> ExpertSource:
+        container = Container.open(home, roots)
+        attachment.opened.append(container)
+        _check_same(container, identity)
+        return FileSource(
+            container, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch, direct=settings.direct,
+            verify=settings.verify,
+        )  # fmt: skip
+
+    return DaemonSource(
+        attachment.socket,
+        name=f"k3-run {os.getpid()}",
+        link=link,
+        fallback=fall_back if settings.fallback == "file" else None,
+        identity=identity,
+    )

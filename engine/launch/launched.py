@@ -1,0 +1,79 @@
+"""The first half of every `k3-run`: open the model, refuse what cannot run, begin to load the weights.
+
+Validates all input that needs no weights and no vocabulary, then loads the weights in the background. The second
+half (`engine/run/generation.py`) imports NumPy, the kernels and the model while the drive reads; nothing here
+imports them, so that the first read begins as early as it can. Main thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from k3.base.memory_limit import Limit, memory_limit
+from k3.base.streams import say
+from k3.engine.definition.run_report import Report
+from k3.engine.definition.settings import ModelSettings, RunSettings
+from k3.engine.launch.given_prompt import check_given
+from k3.engine.launch.loading import LoadingWeights, check_dense_fits, loading_weights, without
+from k3.engine.launch.model_files import OpenedModel, open_model_files
+from k3.engine.launch.output_paths import check_distinct, check_outside_model
+
+VOCABULARY_BYTES = 100_000_000
+"""Memory that the vocabulary of the whole model takes, about; read after the limit is measured."""
+
+IMPORTS_BYTES = 20_000_000
+"""Memory that is still to be imported takes, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A model whose files are sound and whose weights are loading; the memory limit as it was before loading."""
+
+    opened: OpenedModel
+    weights: LoadingWeights
+    limit: Limit
+    report: Report
+
+
+@contextlib.contextmanager
+def opened_model(settings: ModelSettings) -> Iterator[OpenedModel]:
+    """Open the model that the settings name, print its warnings, and close it with the block."""
+    with contextlib.closing(open_model_files(settings)) as opened:
+        for warning in opened.warnings:
+            say(f"warning: {warning}\n")
+        yield opened
+
+
+@contextlib.contextmanager
+def launch(settings: RunSettings) -> Iterator[Launched]:
+    """Open the model and load its weights in the background; all is closed with the block. Raises K3Error."""
+    check_distinct(settings)
+    report = Report()
+
+    def loaded(load_s: float) -> None:
+        report.load_s += load_s
+
+    with opened_model(settings.model) as opened:
+        check_outside_model(settings, opened.source)
+        check_given(opened, settings)
+        limit = _limit(with_vocabulary=settings.ids is None)
+        check_dense_fits(opened, settings.model, limit)
+        with loading_weights(opened, on_loaded=loaded, as_json=settings.as_json) as weights:
+            yield Launched(opened, weights, limit, report)
+
+
+def _limit(*, with_vocabulary: bool) -> Limit:
+    """Measure the memory that a run may take, less its imports and the vocabulary of a text."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        importlib.import_module(
+            "k3.engine.run.generation"
+        )  # it takes 125 MB of address space, which have to count
+    limit = memory_limit()
+    if "k3.engine.run.generation" not in sys.modules:
+        limit = without(limit, IMPORTS_BYTES)
+    return without(limit, VOCABULARY_BYTES) if with_vocabulary else limit

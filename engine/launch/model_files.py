@@ -1,0 +1,197 @@
+"""The files of a model, on disk or behind a daemon: opened, and checked as far as that needs no weights.
+
+Runs before the first read of a weight, so it must not import NumPy, the kernels or anything else that takes longer
+to import than a container takes to open. Main thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from k3.base import checksum
+from k3.base.errors import ConfigError, DamageError
+from k3.base.regular_file import read_small_file
+from k3.checkpoint.hf_cache import snapshot_directory
+from k3.container.reader import Container, unused_places
+from k3.engine.definition.settings import ModelSettings, SettingsError
+from k3.engine.definition.tokenizer import Tokenizer
+from k3.engine.launch.memory_plan import Source, dtype_and_shape
+from k3.model.architecture import ModelConfig, parse_layers
+from k3.model.model_config import CONFIG_NAME, load_config
+from k3.model.tensor_names import check_expert_layers, check_experts, check_tensors, needed_names
+from k3.model.tensor_recipe import Recipe
+from k3.model.vocabulary import (
+    GENERATION_NAME,
+    RANKS_NAME,
+    SPECIAL_NAMES_NAME,
+    parse_eos_ids,
+    parse_vocabulary,
+)
+
+if TYPE_CHECKING:
+    from k3.engine.launch.daemon_attachment import Attachment
+
+TEXT_BYTES_MAX = 64 << 20
+"""Most bytes of a model's small file; those of the published K3 have at most 3 MB."""
+
+DEFAULT_BITS = 8
+
+_VOCABULARY_FILES = (RANKS_NAME, SPECIAL_NAMES_NAME)
+
+_IDS_STILL_WORK = "Without it only --ids works: token ids in, token ids out"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that can be run by its files, with nothing loaded yet."""
+
+    source: Source
+    config: ModelConfig
+    names: list[str]  # dense tensors that a run reads
+    warnings: list[str]
+    attachment: Attachment | None = None  # to the daemon that the model comes from
+
+    def close(self) -> None:
+        """Close the files and the connection; nothing can be read afterwards."""
+        if self.attachment is not None:
+            self.attachment.close()
+        elif isinstance(self.source, Container):
+            self.source.close()
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the vocabulary's files are there."""
+        paths = [self.source.text_file(name) for name in _VOCABULARY_FILES]
+        return all(path is not None and path.is_file() for path in paths)
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's vocabulary. ConfigError when its files are missing or do not fit."""
+        ranks, names = self._text_file(RANKS_NAME), self._text_file(SPECIAL_NAMES_NAME)
+        if ranks is None:
+            raise ConfigError(f"the model has no {RANKS_NAME}, so text cannot be encoded", advice=_IDS_STILL_WORK)
+        if names is None:
+            raise ConfigError(
+                f"the model has no {SPECIAL_NAMES_NAME}, so its special tokens have no names",
+                advice=_IDS_STILL_WORK,
+            )
+        return Tokenizer(parse_vocabulary(ranks[1], ranks[0], names[1], names[0], self.config.vocab))
+
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation: generation_config.json's, else config.json's."""
+        file = self._text_file(GENERATION_NAME)
+        ids = None if file is None else parse_eos_ids(file[1], file[0], self.config.vocab)
+        return self.config.eos_ids if ids is None else ids
+
+    def _text_file(self, name: str) -> tuple[Path, bytes] | None:
+        """A small file of the model, read, or None. DamageError unless it is what a container's digest says."""
+        path = self.source.text_file(name)
+        if path is None:
+            return None
+        sealed = isinstance(self.source, Container)
+        data = read_small_file(path, TEXT_BYTES_MAX, DamageError if sealed else ConfigError)
+        if isinstance(self.source, Container):
+            wanted = next(file.digest for file in self.source.manifest.text_files if file.path == name)
+            if checksum.digest(data).hex() != wanted:
+                raise DamageError("file does not match its digest", path=path, advice="Restore it, or repack")
+        return path, data
+
+
+def open_model_files(settings: ModelSettings) -> OpenedModel:
+    """Open the container or snapshot and check configuration and names. Reads no weights.
+
+    What it returns is the caller's to close.
+    """
+    if settings.store is not None:
+        return _attached(settings)
+    if settings.container is None:
+        from k3.checkpoint.snapshot import Snapshot
+
+        snapshot = Snapshot.open(settings.snapshot, recipe=_recipe(settings), layers=_snapshot_layers(settings))
+        return _checked(snapshot, snapshot.config_path, settings, list(snapshot.warnings))
+    container = Container.open(settings.container, settings.roots)
+    try:
+        _check_recipe(container, settings)
+        warnings = [
+            f"--dirs: {place} holds no root of this container"
+            for place in unused_places(container.roots, settings.roots)
+        ]
+        return _checked(container, settings.container / "config.json", settings, warnings)
+    except BaseException:
+        container.close()
+        raise
+
+
+def _attached(settings: ModelSettings) -> OpenedModel:
+    """The model of the daemon that the settings name."""
+    from k3.engine.launch.daemon_attachment import attach
+
+    attachment = attach(settings)
+    try:
+        opened = _checked(attachment.source, attachment.source.home / CONFIG_NAME, settings, [])
+    except BaseException:
+        attachment.close()
+        raise
+    return replace(opened, attachment=attachment)
+
+
+def _snapshot_layers(settings: ModelSettings) -> range | None:
+    """Layers that a snapshot is opened for, so that shards of others need not be there; None for all.
+
+    That the model has them is checked here, before the shards are looked at.
+    """
+    if settings.layers is None:
+        return None
+    for path in settings.snapshot:
+        config_path = snapshot_directory(path) / CONFIG_NAME
+        if config_path.exists():
+            return _configured(ModelConfig.from_raw(load_config(config_path), config_path), settings).layers
+    return parse_layers(settings.layers)  # there is no configuration; opening will say so
+
+
+def _checked(source: Source, config_path: Path, settings: ModelSettings, warnings: list[str]) -> OpenedModel:
+    config = _configured(ModelConfig.from_raw(source.config, config_path), settings)
+    if config.unknown_keys:
+        warnings.append(
+            f"{config_path} has keys that this engine does not know and does not follow: "
+            f"{', '.join(config.unknown_keys)}"
+        )
+    names = needed_names(source.tensor_names(), config)
+    check_tensors({name: dtype_and_shape(source, name) for name in names}, config)
+    check_expert_layers(source.expert_layers(), config)
+    for layer in config.layers:
+        if layer in config.moe_layers:
+            check_experts(source.expert_layout(layer), config, layer)
+    return OpenedModel(source, config, names, warnings)
+
+
+def _recipe(settings: ModelSettings) -> Recipe:
+    """What the options ask for; what they leave open is 8 bits, as when repacking."""
+    chosen = [settings.bits, settings.mla_bits, settings.head_bits]
+    return Recipe(*(DEFAULT_BITS if bits is None else bits for bits in chosen))
+
+
+def _check_recipe(container: Container, settings: ModelSettings) -> None:
+    """A container was quantized when it was made; asking for other bits now cannot be honoured."""
+    made = container.manifest.quantization
+    for key in ("bits", "mla_bits", "head_bits"):
+        asked = getattr(settings, key)
+        if asked is not None and asked != made[key]:
+            raise SettingsError(
+                f"--{key.replace('_', '-')} {asked} was asked for, and this container was made with {made[key]}",
+                path=container.home,
+                advice="Leave the option (and its environment variable) out, or repack",
+            )
+
+
+def _configured(config: ModelConfig, settings: ModelSettings) -> ModelConfig:
+    if settings.mla_eps is not None:
+        config = config.with_mla_eps(settings.mla_eps)
+    config = config.with_latent_cache(settings.latent_type)
+    if settings.layers is not None:
+        try:
+            config = config.truncated(settings.layers)
+        except ValueError as error:
+            raise SettingsError(f"--layers: {error}") from None
+    return config

@@ -1,0 +1,96 @@
+"""`ReadAhead`: dense tensors of any source, read and quantized by a few threads ahead of their use.
+
+Reading a tensor keeps a drive busy, checking its digest or quantizing it a core; one after the other would leave
+each idle half of the time. Tensors are begun in the order given, `READ_AHEAD` at most being read or waiting to be
+taken, so memory stays bounded. Taken by one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Protocol
+
+from k3.base.huge_pages import HugePages
+from k3.model.model_source import EncodedTensor, ModelSource
+
+READ_AHEAD = 4
+"""Tensors that are being read or waiting; as many threads."""
+
+
+class TensorReader(Protocol):
+    """Gives out a model's dense tensors while they are being read."""
+
+    def take(self, name: str) -> EncodedTensor:
+        """Return a tensor, once. Waits until it is read; raises what reading it raised."""
+
+
+class ReadAhead:
+    """A context manager; leaving it drops what was not taken."""
+
+    retries = 0  # a source's own second tries are not told apart here
+
+    def __init__(
+        self,
+        source: ModelSource,
+        names: Sequence[str],
+        *,
+        on_read: Callable[[str], None] = lambda name: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`names` are all tensors that will be taken, in the order in which they lie best.
+
+        `on_read` is called for each tensor that is taken, `on_end` once, when all are taken or at `close`.
+        """
+        self._source = source
+        self._waiting = deque(names)
+        self._begun: dict[str, Future[EncodedTensor]] = {}
+        self._on_read = on_read
+        self._on_end: Callable[[], None] | None = on_end
+        self._pool = ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="k3-dense")
+        self._fill()
+
+    def take(self, name: str) -> EncodedTensor:
+        """Return a tensor of `names`, once. Raises what reading it raised."""
+        if name not in self._begun:  # taken out of order: it may not wait behind others
+            self._waiting.remove(name)
+            self._begin(name)
+        self._fill()
+        tensor = self._begun[name].result()
+        del self._begun[name]
+        self._on_read(name)
+        self._fill()
+        if not self._begun:
+            self._end()
+        return tensor
+
+    def huge_pages(self) -> HugePages:
+        """Return what the buffers got of the huge pages they asked for: they ask for none."""
+        return HugePages()
+
+    def close(self) -> None:
+        """Wait for the reads in flight and drop what was not taken."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._end()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._begun) < READ_AHEAD:
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, name: str) -> None:
+        self._begun[name] = self._pool.submit(self._source.read_tensor, name)
+
+    def _end(self) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

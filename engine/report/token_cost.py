@@ -1,0 +1,70 @@
+"""What a token will cost, in bytes and in seconds, from the shapes of a model and the rates of a machine. Pure.
+
+The one assumption is that any expert is as likely as any other, whatever the token before it used: then a full
+cache of c of a layer's e experts answers c / e of what is asked of it. Routers are trained to be flat; text that
+stays with its subject does better, a cache that is still filling worse.
+
+Seconds are a lower bound: they count the bytes that must come from the drives and those that must come from memory
+(`traffic`), each at its rate, and let the slower of the two hide the other. Arithmetic is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k3.engine.launch.memory_plan import Source, dense_part, touched_bytes
+from k3.engine.report.bytes_per_pass import Traffic
+from k3.model.architecture import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes of a pass that takes in `tokens` behind `position` others."""
+
+    tokens: int
+    position: int
+    experts: float  # different experts that the pass uses, over all layers
+    hit_share: float
+    drive_bytes: float
+    memory_bytes: float
+
+    def drive_s(self, bytes_per_s: float) -> float:
+        """Seconds per token at a rate of the drives, all together."""
+        return self.drive_bytes / bytes_per_s / self.tokens
+
+    def memory_s(self, bytes_per_s: float) -> float:
+        """Seconds per token at a rate of memory."""
+        return self.memory_bytes / bytes_per_s / self.tokens
+
+
+def forecast(
+    source: Source, config: ModelConfig, names: Sequence[str], *, hit_share: float, tokens: int, position: int
+) -> Forecast:
+    """Of the dense tensors `names` and the experts of all layers that are run."""
+    multiplied_bytes = embedding_bytes = 0
+    for name in names:
+        if dense_part(name, config) == "embeddings":
+            embedding_bytes += touched_bytes(source, name)
+        else:
+            multiplied_bytes += touched_bytes(source, name)
+    used = expert_bytes = 0.0
+    for layer in config.layers:
+        if layer in config.moe_layers:
+            count = used_experts(source.expert_count(layer), config.moe.top_k, tokens)
+            used += count
+            expert_bytes += count * source.expert_layout(layer).payload_bytes
+    traffic = Traffic(config, multiplied_bytes, embedding_bytes // config.vocab, 0)
+    return Forecast(
+        tokens=tokens,
+        position=position,
+        experts=used,
+        hit_share=hit_share,
+        drive_bytes=expert_bytes * (1 - hit_share),
+        memory_bytes=traffic.pass_bytes(tokens, position, 0) + expert_bytes,
+    )
+
+
+def used_experts(experts: int, top_k: int, tokens: int) -> float:
+    """Different experts of a layer that `tokens` tokens use between them, on average."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)

@@ -1,0 +1,141 @@
+"""`Session`: one timeline. Prompt in, logits out, one token after the other.
+
+A session owns a `State` of a size fixed at the start and refuses what would not fit in it. It is used by one
+thread. After an error inside the model its state is half-way through a pass, so it refuses to go on.
+
+What it remembers can be saved and loaded by another session of the same model, which then goes on with the same
+bits (docs/state_file.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from k3.base.errors import UnsupportedError
+from k3.engine.forward.model import Model
+from k3.engine.forward.state import State
+from k3.engine.launch.timeline import check_ids
+from k3.engine.run.state_file import Binding, PromptForm, SavedState, write_state
+
+Array = npt.NDArray[np.float32]
+
+
+class Session:
+    """A timeline of at most `capacity` tokens; prompts are taken `chunk` tokens at a time."""
+
+    def __init__(self, model: Model, capacity: int, chunk: int) -> None:
+        if capacity < 1 or chunk < 1:
+            raise ValueError(f"{capacity=} and {chunk=} must be positive")
+        self._model = model
+        self._state = State(model.config, capacity)
+        self._chunk = chunk
+        self._broken = False
+        self._ids: list[int] = []
+        self._logits: Array | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens taken in so far."""
+        return self._state.position
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens taken in so far."""
+        return tuple(self._ids)
+
+    @property
+    def logits(self) -> Array | None:
+        """The logits [vocab] that follow the last token; None before the first."""
+        return self._logits
+
+    @property
+    def broken(self) -> bool:
+        """Whether an error has left the state half-way, so that it is of no further use."""
+        return self._broken
+
+    @property
+    def state(self) -> State:
+        """What the timeline remembers."""
+        return self._state
+
+    def prefill(self, ids: Sequence[int], on_logits: Callable[[Array], None] | None = None) -> Array:
+        """Take in `ids`, at least one, and return the logits [vocab] that follow the last.
+
+        With `on_logits` every position's logits are computed and passed on, chunk by chunk, [S, vocab].
+        ValueError for ids outside the vocabulary, UnsupportedError when they do not fit.
+        """
+        self._check(ids)
+        logits: Array = np.empty((0, self._model.config.vocab), np.float32)
+        for start in range(0, len(ids), self._chunk):
+            piece = ids[start : start + self._chunk]
+            self._broken = True
+            logits = self._model.forward(piece, self._state, every_logit=on_logits is not None)
+            self._broken = False
+            self._ids.extend(piece)
+            self._logits = logits[-1]
+            if on_logits is not None:
+                on_logits(logits)
+        last: Array = logits[-1]
+        return last
+
+    def step(self, token: int) -> Array:
+        """Take in one token and return the logits [vocab] that follow it. Errors as in `prefill`."""
+        return self.prefill([token])
+
+    def save(self, path: Path, *, later: Sequence[int] = (), prompt: PromptForm = "ids") -> None:
+        """Write what the session remembers to `path`, at once or not at all.
+
+        `later` are tokens of the timeline that have not been taken in, `prompt` is what it was begun with; both
+        are only kept. ValueError when there is nothing to save; DriveError, SpaceError.
+        """
+        self._check_whole()
+        check_ids(later, self._model.config.vocab)
+        if self._logits is None:
+            raise ValueError("no token has been taken in, so there is nothing to save")
+        binding = Binding.of(self._model.identity, self._model.config, self._model.options)
+        tokens = [*self._ids, *later]
+        write_state(path, self._state, self._model.config, binding, tokens, self._logits, prompt)
+
+    def load(self, path: Path) -> tuple[int, ...]:
+        """Become the session that was saved to `path`; returns the tokens that it had not taken in.
+
+        Only before the first token: ValueError otherwise. UnsupportedError when it does not fit, and the errors of
+        `state_file.SavedState`. No pass is made; `logits` are those that were saved.
+        """
+        binding = Binding.of(self._model.identity, self._model.config, self._model.options)
+        with SavedState(path, binding, self._model.config) as saved:
+            self.restore(saved)
+            return saved.tokens[saved.taken :]
+
+    def restore(self, saved: SavedState) -> None:
+        """`load` from a file that is open already."""
+        self._check_whole()
+        if self._ids:
+            raise ValueError("a session can be loaded only before its first token")
+        self._check_room(saved.taken)
+        self._broken = True
+        self._logits = saved.restore(self._state)
+        self._ids.extend(saved.tokens[: saved.taken])
+        self._broken = False
+
+    def _check(self, ids: Sequence[int]) -> None:
+        self._check_whole()
+        if len(ids) == 0:
+            raise ValueError("no tokens")
+        check_ids(ids, self._model.config.vocab)
+        self._check_room(len(ids))
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise ValueError("this session met an error in the middle of a pass and cannot go on")
+
+    def _check_room(self, tokens: int) -> None:
+        if self._state.position + tokens > self._state.capacity:
+            raise UnsupportedError(
+                f"{tokens} tokens after {self._state.position} exceed the context of "
+                f"{self._state.capacity} tokens that this session was opened with"
+            )

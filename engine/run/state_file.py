@@ -1,0 +1,386 @@
+"""The file that a timeline is kept in: docs/state_file.md, to the byte.
+
+`write_state` writes one, `SavedState` is an open one whose header and tokens are known to be sound and to belong
+to this model and these settings; its arrays are read, and checked, when they are restored. The layout is a
+pure function of the shapes, so a header is checked by making it again. Each object is one thread's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from k3.base.checksum import Hasher, digest
+from k3.base.errors import DamageError, ResumeError, SourceError, VersionError
+from k3.base.output_file import OutputFile
+from k3.base.regular_file import RegularFile
+from k3.checkpoint.safetensors_header import Header, build_header, header_length, parse_header
+from k3.engine.definition.latent_cache import FORMS
+from k3.engine.definition.model_options import ModelOptions
+from k3.engine.forward.state import Part, State, state_parts
+from k3.model.architecture import ModelConfig
+from k3.model.identity import ModelIdentity
+from k3.model.keys import tensor_bytes
+
+Array = npt.NDArray[Any]
+PromptForm = Literal["ids", "text"]
+
+FORMAT = "k3-state"
+VERSION = 2
+
+NUMERICS = 1
+"""Version of the arithmetic: raised when the same weights and tokens give other bits than before."""
+
+NO_TEXT = "none"
+"""Stands for the vocabulary in a timeline of token ids: they are the same whatever text they mean."""
+
+ALIGN_BYTES = 64
+HEADER_BYTES_MAX = 1 << 20
+DIGEST_BYTES = 16
+BLOCK_BYTES = 8 << 20
+"""Rows are moved in blocks of about this size."""
+
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
+_COUNT = re.compile(r"^[1-9][0-9]{0,9}$")
+_START_ANEW = "Delete it to begin anew"
+_NOT_SAVED = (
+    "The state was not saved; what was in this place before is unchanged. Make room, or name another place"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Everything that decides which numbers a model gives and what they mean, as the file spells it.
+
+    `text` binds the states of timelines that began as text; those that began as token ids have NO_TEXT there.
+    """
+
+    model: str
+    config: str
+    text: str
+    numerics: str
+    layers: str
+    exact: str
+    mla_eps: str
+    keep_share: str
+    latent: str
+
+    @classmethod
+    def of(cls, identity: ModelIdentity, config: ModelConfig, options: ModelOptions) -> Binding:
+        """The binding of a model's runs. `identity` is its source's."""
+        return cls(
+            model=identity.weights,
+            config=identity.config,
+            text=identity.text,
+            numerics=str(NUMERICS),
+            layers=f"{config.layers[0]}-{config.layers[-1]}",
+            exact="true" if options.exact else "false",
+            mla_eps=repr(float(config.mla.eps)),
+            keep_share=repr(float(options.keep_share)),
+            latent=FORMS[config.mla.cache].tensor_dtype,
+        )
+
+    def metadata(self, prompt: PromptForm) -> dict[str, str]:
+        """The binding as it stands in the file of a timeline that began in this form."""
+        return {**asdict(self), "text": self.text if prompt == "text" else NO_TEXT}
+
+    def check(self, found: dict[str, str], path: Path) -> None:
+        """ResumeError naming everything in which a file's metadata differs from this."""
+        wanted = self.metadata("text" if found.get("prompt") == "text" else "ids")
+        different = [key for key in wanted if found.get(key) != wanted[key]]
+        if different:
+            listing = ", ".join(f"{key} {_shown(found.get(key))} (here {wanted[key]})" for key in different)
+            raise ResumeError(
+                f"the state was made with other settings or by another model: {listing}",
+                path=path,
+                advice=f"Run with what it was made with, or name another file. {_START_ANEW}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One tensor and its padding. `part` says whose rows they are; None for tokens and logits."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    part: Part | None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Without padding."""
+        return tensor_bytes(self.dtype, self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """With padding."""
+        return -(-self.payload_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that are moved at once."""
+        return max(1, BLOCK_BYTES // max(1, self.payload_bytes // self.shape[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Header and sections of a file, known before a byte of it is written or believed."""
+
+    header: bytes
+    sections: tuple[Section, ...]
+
+    @classmethod
+    def of(cls, binding: Binding, config: ModelConfig, tokens: int, taken: int, prompt: PromptForm) -> StateLayout:
+        """The layout for so many tokens of which `taken` have been taken in. Pure."""
+        parts: list[tuple[str, str, tuple[int, ...], Part | None]] = [
+            ("tokens", "I32", (tokens,), None),
+            ("logits", "F32", (config.vocab,), None),
+        ]
+        for part in state_parts(config, taken):
+            parts.append((f"layers.{part.layer}.{part.name}", part.dtype, part.shape, part))
+        entries: list[tuple[str, str, tuple[int, ...]]] = []
+        sections = []
+        position = pads = 0
+        for name, dtype, shape, part_or_none in parts:
+            section = Section(name, dtype, shape, position, part_or_none)
+            entries.append((name, dtype, shape))
+            padding = section.stored_bytes - section.payload_bytes
+            if padding:
+                entries.append((f"__pad__.{pads}", "U8", (padding,)))
+                pads += 1
+            sections.append(section)
+            position += section.stored_bytes
+        entries.append(("digests", "U8", (len(sections) + 1, DIGEST_BYTES)))
+        metadata = {
+            "format": FORMAT, "version": str(VERSION), "taken": str(taken), "prompt": prompt,
+            **binding.metadata(prompt),
+        }  # fmt: skip
+        header = build_header(entries, metadata, ALIGN_BYTES)
+        return cls(header, tuple(sections))
+
+    def start(self, section: Section) -> int:
+        """Where a section starts in the file."""
+        return len(self.header) + section.offset
+
+    @property
+    def digests_start(self) -> int:
+        """Where the digests start in the file."""
+        return len(self.header) + sum(section.stored_bytes for section in self.sections)
+
+
+def write_state(
+    path: Path,
+    state: State,
+    config: ModelConfig,
+    binding: Binding,
+    tokens: Sequence[int],
+    logits: npt.NDArray[np.float32],
+    prompt: PromptForm,
+) -> None:
+    """Write the state after the first `state.position` of `tokens`, whose last `logits` [vocab] are given.
+
+    The file appears, or replaces the one that was there, when all of it is durable. DriveError, SpaceError.
+    """
+    layout = StateLayout.of(binding, config, len(tokens), state.position, prompt)
+    given: dict[str, Array] = {"tokens": np.asarray(tokens, np.int64), "logits": logits}
+    with OutputFile(path, "the state", _NOT_SAVED, private=True) as file:
+        digests = b""
+        file.write(layout.header)
+        for section in layout.sections:
+            hasher = Hasher()
+            for block in _blocks(section, state, given.get(section.name)):
+                file.write(block)
+                hasher.update(block)
+            digests += hasher.digest()
+        file.write(digests + digest(layout.header))
+        file.publish()
+
+
+def check_writable(path: Path) -> None:
+    """Learn now what would keep a state from being written at the end. DriveError."""
+    OutputFile(path, "the state", _NOT_SAVED, private=True).close()
+
+
+class SavedState:
+    """An open state file. A context manager; nothing can be read after it is closed."""
+
+    def __init__(self, path: Path, binding: Binding, config: ModelConfig) -> None:
+        """Open and check everything but the arrays.
+
+        DamageError when the bytes are not those that were written, VersionError for a later version,
+        ResumeError when it belongs to another model or other settings, DriveError.
+        """
+        self.path = path
+        self._config = config
+        self._file = RegularFile(path, missing=DamageError)
+        try:
+            self._layout, self.taken, self.prompt = self._checked(binding)
+            self._digests = self._read(self._layout.digests_start, DIGEST_BYTES * len(self._layout.sections))
+            ids = np.empty(self._layout.sections[0].shape, np.int32)
+            self._fill(0, ids)
+            outside = (ids < 0) | (ids >= config.vocab)
+            if outside.any():
+                place = int(np.argmax(outside))
+                raise self._damage(f"token id {ids[place]} at place {place} is outside the vocabulary", "tokens")
+            self.tokens: tuple[int, ...] = tuple(ids.tolist())
+        except BaseException:
+            self.close()
+            raise
+
+    def restore(self, state: State) -> npt.NDArray[np.float32]:
+        """Fill `state`, which has room for it; returns the logits [vocab] after the last token taken in.
+
+        After an error `state` is of no use. DamageError, DriveError.
+        """
+        logits = np.empty(self._config.vocab, np.float32)
+        self._fill(1, logits)
+        for number, section in enumerate(self._layout.sections):
+            if section.part is not None:
+                self._fill_rows(number, section, section.part, state)
+        state.position = self.taken
+        return logits
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        self._file.close()
+
+    def __enter__(self) -> SavedState:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _checked(self, binding: Binding) -> tuple[StateLayout, int, PromptForm]:
+        """Steps 1 to 4 of docs/state_file.md section 3."""
+        raw, header = self._header()
+        metadata = dict(header.metadata)
+        if metadata.get("format") != FORMAT:
+            raise self._damage("this is no state file", offset=0)
+        stored_digest = self._read(header.file_bytes - DIGEST_BYTES, DIGEST_BYTES)
+        if stored_digest != digest(raw):
+            raise self._damage("the header does not match its digest", offset=0)
+        version = metadata.get("version", "")
+        if _COUNT.match(version) and int(version) > VERSION:
+            raise VersionError(
+                f"the state has version {version}, this program knows versions up to {VERSION}",
+                path=self.path,
+                advice=f"Use a newer version of this program. {_START_ANEW}",
+            )
+        if version == "1":
+            raise ResumeError(
+                "the state has version 1, which does not say which configuration and vocabulary it was made with",
+                path=self.path,
+                advice=f"Nothing proves that it belongs to this model. {_START_ANEW}",
+            )
+        binding.check(metadata, self.path)
+        first, taken, prompt = header.tensors[0], metadata.get("taken", ""), metadata.get("prompt")
+        if first.name != "tokens" or len(first.shape) != 1 or not _COUNT.match(taken):
+            raise self._damage("the header does not begin with tokens", offset=0)
+        if int(taken) > first.shape[0]:
+            raise self._damage(f"{taken} tokens taken in of {first.shape[0]}", offset=0)
+        form: PromptForm = "text" if prompt == "text" else "ids"
+        layout = StateLayout.of(binding, self._config, first.shape[0], int(taken), form)
+        if layout.header != raw:
+            place = next(
+                (i for i, (one, other) in enumerate(zip(raw, layout.header, strict=False)) if one != other),
+                min(len(raw), len(layout.header)),
+            )
+            raise self._damage("the header is not the one that a state of this model has", offset=place)
+        return layout, int(taken), form
+
+    def _header(self) -> tuple[bytes, Header]:
+        """A header that describes the whole file. Its length is bounded before it is read."""
+        size_bytes = self._file.size_bytes
+        try:
+            start = self._file.read(0, min(size_bytes, 512))
+            length = header_length(start, size_bytes, self.path)
+            if length > HEADER_BYTES_MAX or size_bytes < 8 + length + DIGEST_BYTES:
+                raise self._damage(f"its header would have {length} bytes, in a file of {size_bytes}", offset=0)
+            raw = self._file.read(0, 8 + length)
+            header = parse_header(raw, size_bytes, self.path)
+        except SourceError as error:  # words for a download
+            raise self._damage(error.problem, error.tensor, offset=error.offset) from error
+        if not header.tensors:
+            raise self._damage("it holds no tensor", offset=0)
+        return raw, header
+
+    def _fill(self, number: int, into: Array) -> None:
+        """Read section `number`, which is one small array."""
+        section = self._layout.sections[number]
+        data = self._read(self._layout.start(section), section.stored_bytes)
+        self._check_digest(number, section, digest(data))
+        into[...] = _parsed(section, data[: section.payload_bytes])
+
+    def _fill_rows(self, number: int, section: Section, part: Part, state: State) -> None:
+        """Read a section block by block into the layer that it belongs to."""
+        hasher, offset = Hasher(), self._layout.start(section)
+        row_bytes = section.payload_bytes // section.shape[0]
+        target = state.layers[part.layer]
+        for row in range(0, section.shape[0], section.block_rows):
+            count = min(section.block_rows, section.shape[0] - row)
+            data = self._read(offset + row * row_bytes, count * row_bytes)
+            hasher.update(data)
+            target.put_rows(part.name, row, _parsed(section, data).reshape(count, *section.shape[1:]))
+        padding = section.stored_bytes - section.payload_bytes
+        hasher.update(self._read(offset + section.payload_bytes, padding))
+        self._check_digest(number, section, hasher.digest())
+
+    def _check_digest(self, number: int, section: Section, found: bytes) -> None:
+        if found != self._digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]:
+            raise self._damage(
+                "the bytes do not match their digest", section.name, section.part, self._layout.start(section)
+            )
+
+    def _read(self, offset: int, length: int) -> bytes:
+        try:
+            return self._file.read(offset, length)
+        except SourceError as error:  # the file was cut since it was opened
+            raise self._damage(error.problem, offset=error.offset) from error
+
+    def _damage(
+        self, problem: str, tensor: str | None = None, part: Part | None = None, offset: int | None = None
+    ) -> DamageError:
+        return DamageError(
+            f"the state cannot be used: {problem}",
+            path=self.path,
+            tensor=tensor,
+            layer=None if part is None else part.layer,
+            offset=offset,
+            advice=f"Restore it from a copy. {_START_ANEW}",
+        )
+
+
+def _blocks(section: Section, state: State, given: Array | None) -> Iterator[bytes]:
+    """The bytes of a section, a block at a time, the padding last."""
+    for start in range(0, section.shape[0], section.block_rows):
+        stop = min(start + section.block_rows, section.shape[0])
+        if section.part is None:
+            assert given is not None
+            rows = given[start:stop]
+        else:
+            rows = state.layers[section.part.layer].rows(section.part.name, start, stop)
+        yield rows.astype(_DTYPES[section.dtype], copy=False).tobytes()
+    yield bytes(section.stored_bytes - section.payload_bytes)
+
+
+def _parsed(section: Section, data: bytes) -> Array:
+    """Little-endian bytes of a section's dtype as a flat array."""
+    return np.frombuffer(data, _DTYPES[section.dtype])
+
+
+def _shown(value: str | None) -> str:
+    """A file's word for a message: it may be anything."""
+    if value is None:
+        return "missing"
+    text = value.encode("unicode_escape").decode("ascii")
+    return text if len(text) <= 80 else text[:77] + "..."

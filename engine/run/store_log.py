@@ -1,0 +1,42 @@
+"""What the store's threads have to say while tokens are printed: on lines of its own, also on a terminal.
+
+A daemon that goes away, or comes back, is told of at once. Where stdout is the terminal, a line of text is usually
+begun there; the notice then starts a new line. Nothing is ever added to stdout itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+
+from k3.base.safe_text import visible
+from k3.engine.run.token_output import Output
+
+_LOGGER = logging.getLogger("k3.store")
+
+
+class Notices(logging.Handler):
+    """A context manager: inside it, warnings of the store are shown like this. They may come from any thread."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(logging.WARNING)
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        try:
+            broken = self._output.mid_line and sys.stdout.isatty()
+            sys.stderr.write(("\n" if broken else "") + visible(self.format(record)) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+    def __enter__(self) -> Notices:
+        _LOGGER.addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _LOGGER.removeHandler(self)

@@ -1,0 +1,122 @@
+"""`DaemonModel`: the model behind a daemon's socket, as a `ModelSource`. An engine needs nothing but the socket.
+
+Dense tensors are views of memory that the daemon filled and that all engines share: nothing is read and nothing is
+copied. Immutable after construction; any thread. The memory stays readable when the daemon ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3.base.errors import ContainerError, UnsupportedError
+from k3.model.identity import ModelIdentity
+from k3.model.keys import ExpertLayout, Extent
+from k3.model.model_config import CONFIG_NAME, parse_config
+from k3.model.model_source import EncodedTensor
+from k3.store.protocol.model_descriptor import DenseTensor, ExpertLayer, ModelDescriptor, Span
+from k3.store.source import Payload
+
+if TYPE_CHECKING:
+    from k3.store.client.socket_link import Link
+
+
+class DaemonModel:
+    """A `ModelSource` from a welcomed link. Close it to let go of the text files."""
+
+    def __init__(self, link: Link) -> None:
+        """WireError when the daemon's description cannot be understood."""
+        self.descriptor: ModelDescriptor = link.descriptor()
+        self._dense = link.dense
+        self._tensors = {tensor.name: tensor for tensor in self.descriptor.tensors}
+        self._text_files: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Close the text files. Tensors stay readable."""
+        while self._text_files:
+            os.close(self._text_files.popitem()[1])
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """As of the container that the daemon serves. ConfigError when its configuration contradicts itself."""
+        return self.descriptor.identity()
+
+    @property
+    def home(self) -> Path:
+        """Where the daemon has the container; for messages and for those who go there themselves."""
+        return Path(self.descriptor.home)
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Every directory of the container, as the daemon names them."""
+        return tuple(map(Path, self.descriptor.roots))
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """config.json as parsed, untouched."""
+        return parse_config(self.descriptor.config.encode(), self.home / CONFIG_NAME)
+
+    def text_file(self, name: str) -> Path | None:
+        """A small file that came with the model, as a path in this process: its bytes are in a memfd."""
+        data = self.descriptor.text_files.get(name)
+        if data is None:
+            return None
+        descriptor = self._text_files.get(name)
+        if descriptor is None:
+            descriptor = os.memfd_create(f"k3-{Path(name).name}"[:200], os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, len(data))
+            done = 0
+            while done < len(data):
+                done += os.pwrite(descriptor, data[done:], done)
+            self._text_files[name] = descriptor
+        return Path(f"/proc/self/fd/{descriptor}")
+
+    def tensor_names(self) -> Sequence[str]:
+        """Dense tensors in execution order."""
+        return tuple(self._tensors)
+
+    def tensor(self, name: str) -> DenseTensor:
+        """What is known of a dense tensor. KeyError when there is none."""
+        return self._tensors[name]
+
+    def read_tensor(self, name: str) -> EncodedTensor:
+        """A dense tensor over the shared memory, read-only. KeyError when there is none."""
+        from k3.model.encoded_tensor import encoded_tensor  # NumPy takes longer to import than a model to be found
+
+        tensor = self._tensors[name]
+        scales = None if tensor.scales is None else self._view(tensor.scales)
+        weights = self._view(tensor.weights)
+        return encoded_tensor(name, tensor.encoding, tensor.dtype, tensor.shape, weights, scales)
+
+    def expert_layers(self) -> Sequence[int]:
+        """0-based layers that have routed experts, ascending."""
+        return tuple(self.descriptor.layers)
+
+    def expert_count(self, layer: int) -> int:
+        """Number of routed experts of a layer."""
+        return self._layer(layer).experts
+
+    def expert_layout(self, layer: int) -> ExpertLayout:
+        """How the payload of the layer's experts is built."""
+        return self._layer(layer).layout
+
+    def expert_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
+        """Never known here: experts come from the daemon as leases, not as places in files."""
+        raise UnsupportedError(
+            "a model behind k3-store hands out leases, not places in files",
+            layer=layer,
+            expert=expert,
+            advice="Open the container itself",
+        )
+
+    def _layer(self, layer: int) -> ExpertLayer:
+        try:
+            return self.descriptor.layers[layer]
+        except KeyError:
+            raise ContainerError("layer has no routed experts here", path=self.home, layer=layer) from None
+
+    def _view(self, span: Span) -> Payload:
+        return self._dense[span.offset : span.offset + span.nbytes]

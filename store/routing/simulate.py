@@ -1,0 +1,117 @@
+"""Replays a routing trace against a cache policy: what would have been read, with this much room?
+
+A set of experts of one layer is served as the daemon serves it: all of the set that is in is held first, then
+the missing ones come in one after the other and are held too, and at the end everything is given back, in that
+order. A set that is larger than the room gives back what it got first to go on. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from k3.store._store import Policy as NativePolicy
+from k3.store.routing.belady import belady_misses, first_uses
+from k3.store.routing.policies import Key, Policy
+from k3.store.routing.trace_requests import Numbers, Requests
+
+BELADY = "belady"
+"""The name under which tables show the best possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One replay. Hits and misses count experts, one for each set that wants it."""
+
+    policy: str
+    cache_slots: int
+    hits: int
+    misses: int
+    bytes_read: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits of all wanted experts; 0 when nothing was wanted."""
+        wanted = self.hits + self.misses
+        return self.hits / wanted if wanted else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers, the rate included."""
+        return {**asdict(self), "hit_rate": self.hit_rate}
+
+
+def simulate(
+    requests: Requests,
+    policy: str,
+    cache_slots: int,
+    pins: Sequence[Key] = (),
+    *,
+    make: Callable[[str, int, dict[int, int], list[Key]], Policy] = NativePolicy,
+) -> Result:
+    """Replay with an empty cache of this policy, or with `BELADY`. `pins` are for pin-lru only.
+
+    ValueError for an unknown policy, no room, pins that leave none, or pins for another policy.
+    """
+    if policy == BELADY:
+        if pins:
+            raise ValueError("only pin-lru takes pins")
+        return _result(requests, policy, cache_slots, belady_misses(requests, cache_slots))
+    if len(set(pins)) >= cache_slots:
+        raise ValueError(f"{len(set(pins))} pins leave no room in a cache of {cache_slots} experts")
+    cache = make(policy, cache_slots, requests.header.counts, list(pins))
+    return _result(requests, policy, cache_slots, replay(requests, cache))
+
+
+def compulsory(requests: Requests) -> Result:
+    """What a cache with room for everything reads: each expert once, when it is first wanted."""
+    misses = first_uses(requests)
+    return _result(requests, "compulsory", int(misses.sum()), misses)
+
+
+def replay(requests: Requests, cache: Policy) -> Numbers:
+    """Experts of each set that had to be read, [R]."""
+    experts, starts = requests.experts.tolist(), requests.starts.tolist()
+    misses = np.zeros(len(requests), np.int64)
+    for number, layer in enumerate(requests.layers.tolist()):
+        misses[number] = _serve(cache, layer, experts[starts[number] : starts[number + 1]])
+    return misses
+
+
+def _serve(cache: Policy, layer: int, experts: Iterable[int]) -> int:
+    """Serve one set; how many of it were not in."""
+    held: deque[int] = deque()
+    missing = []
+    for expert in experts:
+        if cache.access(layer, expert):
+            cache.hold(layer, expert)
+            held.append(expert)
+        else:
+            missing.append(expert)
+    for expert in missing:
+        while not _insert(cache, layer, expert):
+            cache.unhold(layer, held.popleft())
+        cache.hold(layer, expert)
+        held.append(expert)
+    for expert in held:
+        cache.unhold(layer, expert)
+    return len(missing)
+
+
+def _insert(cache: Policy, layer: int, expert: int) -> bool:
+    """Whether there was room. The expert is not in, so no room is the only ground for a refusal."""
+    try:
+        cache.insert(layer, expert)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _result(requests: Requests, policy: str, cache_slots: int, misses: Numbers) -> Result:
+    payload_bytes = {entry.layer: entry.payload_bytes for entry in requests.header.layers}
+    of_layer = np.array([payload_bytes[layer] for layer in requests.layers.tolist()], np.int64)
+    missed = int(misses.sum())
+    return Result(policy, cache_slots, len(requests.experts) - missed, missed, int((misses * of_layer).sum()))
