@@ -3,9 +3,9 @@
 //     cc -O2 -pthread -o raw_reads raw_reads.c
 //     raw_reads DEPTH ROOTS DIRECT HUGE < commands
 //
-// The ceiling that reads through a daemon are held against: same files, sizes, order and depth, no queue, no digest, no
-// second process. Commands, one a line; the threads, the buffers (4 MiB, aligned to 2 MiB, touched before the first
-// read; in huge pages when HUGE is 1) and the open files stay from turn to turn:
+// The ceiling that reads through a daemon are held against: same files, sizes, order and depth, no queue, no
+// digest, no second process. Commands, one a line; the threads, the buffers (4 MiB, aligned to 2 MiB, touched
+// before the first read; in huge pages when HUGE is 1) and the open files stay from turn to turn:
 //
 //     file PATH                     opens the next file, numbered from 0 (O_DIRECT when DIRECT is 1)
 //     read ROOT FILE OFFSET BYTES   adds a read of at most 4 MiB to the turn
@@ -63,7 +63,8 @@ static void* serve(void* argument) {
         pthread_barrier_wait(&begin);
         for (size_t i; (i = atomic_fetch_add(&root->next, 1)) < root->count;) {
             const struct read* read = &root->reads[i];
-            if (pread(files[read->file], buffer, read->bytes, read->offset) != (ssize_t)read->bytes) fail("short read");
+            if (pread(files[read->file], buffer, read->bytes, read->offset) != (ssize_t)read->bytes)
+                fail("short read");
         }
         pthread_barrier_wait(&end);
     }
@@ -103,8 +104,8 @@ int main(int argc, char** argv) {
         if (strncmp(line, "file ", 5) == 0 && opened < kFilesMax) {
             files[opened] = open(line + 5, O_RDONLY | O_CLOEXEC | (direct ? O_DIRECT : 0));
             if (files[opened++] < 0) fail(line + 5);
-        } else if (sscanf(line, "read %d %d %lld %zu", &root, &read.file, &offset, &read.bytes) == 4 && root >= 0 &&
-                   root < root_count && read.file >= 0 && read.file < opened) {
+        } else if (sscanf(line, "read %d %d %lld %zu", &root, &read.file, &offset, &read.bytes) == 4 &&
+                   root >= 0 && root < root_count && read.file >= 0 && read.file < opened) {
             read.offset = offset;
             add(&roots[root], read);
         } else if (strcmp(line, "go") == 0) {

@@ -6,13 +6,13 @@
 
 #include "k3_store.h"
 
-static uint64_t fnv1a(const uint8_t *data, uint64_t bytes) {
+static uint64_t fnv1a(const uint8_t* data, uint64_t bytes) {
     uint64_t hash = 14695981039346656037u;
     for (uint64_t i = 0; i < bytes; ++i) hash = (hash ^ data[i]) * 1099511628211u;
     return hash;
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
     if (argc < 4) {
         fprintf(stderr, "usage: %s SOCKET LAYER EXPERT...\n", argv[0]);
         return 2;
@@ -40,13 +40,15 @@ int main(int argc, char **argv) {
         }
         ++done;
         if (lease.status != K3_STORE_OK) {
-            fprintf(stderr, "error: layer %" PRIu32 ", expert %" PRIu32 ": status %d, file %" PRIu32 ", offset %" PRIu64 ", errno %" PRIu32 "\n",
+            fprintf(stderr,
+                    "error: layer %" PRIu32 ", expert %" PRIu32 ": status %d, file %" PRIu32 ", offset %" PRIu64
+                    ", errno %" PRIu32 "\n",
                     lease.layer, lease.expert, lease.status, lease.file, lease.file_offset, lease.error);
             ++failures;
             continue;
         }
-        printf("%" PRIu32 " %" PRIu32 " %" PRIu64 " %016" PRIx64 "\n", lease.layer, lease.expert, lease.payload_bytes,
-               fnv1a(k3_store_payload(&store, &lease), lease.payload_bytes));
+        printf("%" PRIu32 " %" PRIu32 " %" PRIu64 " %016" PRIx64 "\n", lease.layer, lease.expert,
+               lease.payload_bytes, fnv1a(k3_store_payload(&store, &lease), lease.payload_bytes));
         if (k3_store_release(&store, &lease) != 0) {
             fprintf(stderr, "error: %s\n", store.problem);
             return 10;

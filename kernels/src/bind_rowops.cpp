@@ -65,7 +65,8 @@ int64_t bind_top_k(const In<float>& choice, const Out<int64_t>& ids) {
     require(ids, "ids", {extent(choice, 0), -1});
     const int64_t k = static_cast<int64_t>(ids.shape(1));
     if (k < 1 || k > extent(choice, 1)) throw nb::value_error("k must be from 1 to the number of columns");
-    return unlocked([&] { return top_k(choice.data(), extent(choice, 0), extent(choice, 1), k, ids.data()); });
+    return unlocked(
+        [&] { return top_k(choice.data(), extent(choice, 0), extent(choice, 1), k, ids.data()); });
 }
 
 void bind_residual_mix(const std::vector<In<float>>& entries, const In<float>& weight, float eps,

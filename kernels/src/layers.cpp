@@ -35,7 +35,7 @@ Matrix row_range(const Matrix& w, int64_t begin, int64_t count) {
     return part;
 }
 
-constexpr int64_t kScoreRows = 64;   // positions and heads whose scores are one piece of work
+constexpr int64_t kScoreRows = 64;  // positions and heads whose scores are one piece of work
 constexpr int64_t kScoreHeads = 32;
 constexpr int64_t kSumColumns = 64;  // columns of the latent whose weighted sums are one piece of work
 constexpr int64_t kSumHeads = 4;     // heads that sweep over a block of them together
@@ -62,8 +62,8 @@ struct OfRows {};
 struct OfResults {};
 struct OfDecoded {};
 
-// `count` rows of `columns` numbers each as float32, from row `row` and column `column` of [.., width]. What is
-// float32 stays where it is, its rows `width` apart; what is not goes to `scratch`, row by row.
+// `count` rows of `columns` numbers each as float32, from row `row` and column `column` of [.., width]. What
+// is float32 stays where it is, its rows `width` apart; what is not goes to `scratch`, row by row.
 const float* floats_of(const LatentCache& cache, const void* data, int64_t width, int64_t row, int64_t count,
                        int64_t column, int64_t columns, float* scratch) {
     if (cache.type == CacheType::F32) return static_cast<const float*>(data) + row * width + column;
@@ -102,8 +102,8 @@ void weigh(const Attention& a, int64_t row) {
     a.totals[row] = total;
 }
 
-// Columns [column, column + columns) of the results of one token and some heads: block after block, and within a
-// block, which stays in the L2 cache, all heads.
+// Columns [column, column + columns) of the results of one token and some heads: block after block, and
+// within a block, which stays in the L2 cache, all heads.
 void mix(const Attention& a, int64_t token, int64_t head, int64_t heads, int64_t column, int64_t columns) {
     const int64_t width = a.cache.latent_width, row = token * a.heads + head, count = a.seen(token);
     float* scratch = thread_floats<OfLatent>(static_cast<size_t>(kAttentionBlock * kSumColumns));
@@ -139,7 +139,8 @@ void attend(const Attention& a) {
     });
     // All heads in one piece read the cache once; more pieces than that only where threads would have none.
     const int64_t width = a.cache.latent_width, parts = ceil_div(width, kSumColumns);
-    const int64_t cuts = std::min(ceil_div(a.heads, kSumHeads), ceil_div(2 * get_threads(), a.tokens * parts));
+    const int64_t cuts =
+        std::min(ceil_div(a.heads, kSumHeads), ceil_div(2 * get_threads(), a.tokens * parts));
     const int64_t heads = ceil_div(ceil_div(a.heads, cuts), kSumHeads) * kSumHeads;
     const int64_t pieces = ceil_div(a.heads, heads);
     parallel_for(a.tokens * parts * pieces, 1, [&](int64_t begin, int64_t end) {
@@ -169,8 +170,8 @@ void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens
     for (int64_t token = 0; token < tokens; token += together) {
         const int64_t row = token * heads;
         attend({q_latent + row * cache.latent_width, q_rope + row * cache.rope_width,
-                std::min(together, tokens - token), heads, cache, cache.rows - tokens + 1 + token, scale, held,
-                held + together * heads * stride, stride, out + row * cache.latent_width});
+                std::min(together, tokens - token), heads, cache, cache.rows - tokens + 1 + token, scale,
+                held, held + together * heads * stride, stride, out + row * cache.latent_width});
     }
 }
 

@@ -15,8 +15,8 @@ void kda_heads(const KdaHeads& a);
 constexpr int64_t kAttentionBlock =
     256;  // cache rows whose weighted sum is formed before it is added to the total
 
-// Causal attention of the last `tokens` positions of a latent cache. The calling thread keeps room for the scores
-// of one token, 4 * heads * cache.rows bytes, or of more tokens within 16 MiB.
+// Causal attention of the last `tokens` positions of a latent cache. The calling thread keeps room for the
+// scores of one token, 4 * heads * cache.rows bytes, or of more tokens within 16 MiB.
 //   q_latent [tokens, heads, latent_width], q_rope [tokens, heads, rope_width]
 //   cache.rows at least `tokens`
 //   out [tokens, heads, latent_width]: sum over the positions up to the own one of softmax(score) * latent

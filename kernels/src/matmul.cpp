@@ -40,7 +40,8 @@ NonFinite QuantizedRows::fill(const Kernels& variant, Encoding encoding, const f
                              finite.store(false, std::memory_order_relaxed);
                      }
                  });
-    return finite.load() ? NonFinite{false, 0, 0, 0.0f} : find_nonfinite(Rows{Encoding::F32, columns, x}, rows);
+    return finite.load() ? NonFinite{false, 0, 0, 0.0f}
+                         : find_nonfinite(Rows{Encoding::F32, columns, x}, rows);
 }
 
 NonFinite matmul_int8(const float* x, int64_t rows, const Matrix& w, float* y) {

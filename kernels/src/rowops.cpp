@@ -52,8 +52,8 @@ int64_t top_k(const float* choice, int64_t rows, int64_t columns, int64_t k, int
     std::vector<std::pair<float, int64_t>> best(static_cast<size_t>(k));
     for (int64_t r = 0; r < rows; ++r) {
         const float* row = choice + r * columns;
-        // A heap whose front is the weakest of the best so far. What comes later has the higher id, so that it
-        // must be greater to take a place.
+        // A heap whose front is the weakest of the best so far. What comes later has the higher id, so that
+        // it must be greater to take a place.
         const auto stronger = [](const std::pair<float, int64_t>& a, const std::pair<float, int64_t>& b) {
             return a.first > b.first || (a.first == b.first && a.second < b.second);
         };

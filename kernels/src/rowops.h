@@ -17,8 +17,9 @@ void situ(const float* gate, const float* up, int64_t count, float beta, float l
 // y = x * sigmoid(gate)
 void gated(const float* x, const float* gate, int64_t count, float* y);
 
-// ids [rows, k], ascending: the columns of the k (1 .. columns) greatest numbers of each row of `choice`; of equal
-// ones the lowest. Returns -1, or the place (row * columns + column) of the first number that is not finite.
+// ids [rows, k], ascending: the columns of the k (1 .. columns) greatest numbers of each row of `choice`; of
+// equal ones the lowest. Returns -1, or the place (row * columns + column) of the first number that is not
+// finite.
 int64_t top_k(const float* choice, int64_t rows, int64_t columns, int64_t k, int64_t* ids);
 
 // y [rows, columns] from `count` (1 .. kMixMax) entries of that shape.

@@ -7,8 +7,8 @@
 
 namespace k3 {
 
-// `count` floats, aligned to cache lines, of the calling thread, one buffer per Owner (any type). They are the
-// thread's until it asks again for the same Owner; what they hold is not kept when they have to grow.
+// `count` floats, aligned to cache lines, of the calling thread, one buffer per Owner (any type). They are
+// the thread's until it asks again for the same Owner; what they hold is not kept when they have to grow.
 template <class Owner>
 float* thread_floats(size_t count) {
     struct Free {

@@ -57,11 +57,12 @@ struct Kernels {
     // States, see state.h. [begin, end) are heads; `scratch`: kda_scratch(dim) floats.
     void (*kda_heads)(const KdaHeads& a, int64_t begin, int64_t end, float* scratch);
 
-    // Attention. out[h] = sum over rows t of [begin, end) of p[h, t - begin] * w[t], for `rows` rows of p. The rows
-    // `ahead` further on, if ahead is not 0, are fetched meanwhile.
+    // Attention. out[h] = sum over rows t of [begin, end) of p[h, t - begin] * w[t], for `rows` rows of p.
+    // The rows `ahead` further on, if ahead is not 0, are fetched meanwhile.
     void (*weighted_sum)(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin,
                          int64_t end, int64_t ahead, float* out, int64_t out_stride);
-    // The same with float32 rows `w_stride` apart, of which the first `columns` count; added to what `out` holds.
+    // The same with float32 rows `w_stride` apart, of which the first `columns` count; added to what `out`
+    // holds.
     void (*add_weighted)(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride,
                          int64_t count, int64_t columns, float* out, int64_t out_stride);
     void (*scores)(const Scores& s);

@@ -2,17 +2,17 @@
  *
  *   struct k3_store store;
  *   if (k3_store_open(&store, "/run/k3-store/k3-store.sock", "my-engine") != 0) ... store.problem says why
- *   k3_store_lease(&store, tag, layer, experts, count);           any number of times, up to store.quota leases at once
- *   while (k3_store_wait(&store, &done, -1) == 1) {               one completion after the other, in any order
+ *   k3_store_lease(&store, tag, layer, experts, count);           any number of times, up to store.quota leases at
+ * once while (k3_store_wait(&store, &done, -1) == 1) {               one completion after the other, in any order
  *       if (done.status == K3_STORE_OK) { use(k3_store_payload(&store, &done), done.payload_bytes);
  *                                         k3_store_release(&store, &done); } }
  *   k3_store_close(&store);
  *
  * A struct belongs to one thread at a time. Payloads may be read from any thread until they are released. When the
- * daemon goes, k3_store_wait returns -1 with `problem` set; leases are void then, open anew. Signals end no call: each
- * goes on after the handler, for what is left of its time. A struct belongs to the process that opened it: in a forked
- * child every call fails with EPERM, but for k3_store_close, which there lets go of the child's descriptors and leaves
- * the parent's leases alone. Linux only.
+ * daemon goes, k3_store_wait returns -1 with `problem` set; leases are void then, open anew. Signals end no call:
+ * each goes on after the handler, for what is left of its time. A struct belongs to the process that opened it: in
+ * a forked child every call fails with EPERM, but for k3_store_close, which there lets go of the child's
+ * descriptors and leaves the parent's leases alone. Linux only.
  */
 #ifndef K3_STORE_H
 #define K3_STORE_H
@@ -80,21 +80,23 @@ _Static_assert(sizeof(_Atomic uint32_t) == 4, "indices have 4 bytes");
 
 struct k3_store {
     int socket, request_doorbell, completion_doorbell;
-    uint8_t *ring;
+    uint8_t* ring;
     const uint8_t *arena, *dense, *model; /* model: the JSON of docs/store_protocol.md section 5 */
     uint64_t ring_bytes, arena_bytes, dense_bytes, model_bytes;
     uint32_t entries, quota, request_tail, completion_head;
-    pid_t process; /* that opened it */
+    pid_t process;     /* that opened it */
     char problem[256]; /* the last error, for people */
 };
 
-static inline int k3_store_fail(struct k3_store *store, const char *what) {
-    snprintf(store->problem, sizeof store->problem, "%s%s%s", what, errno ? ": " : "", errno ? strerror(errno) : "");
+static inline int k3_store_fail(struct k3_store* store, const char* what) {
+    snprintf(store->problem, sizeof store->problem, "%s%s%s", what, errno ? ": " : "",
+             errno ? strerror(errno) : "");
     return -1;
 }
 
-/* 0 in the process that opened the store. A child has no mapping of the ring, and its parent's leases are not its own. */
-static inline int k3_store_check_process(struct k3_store *store) {
+/* 0 in the process that opened the store. A child has no mapping of the ring, and its parent's leases are not its
+ * own. */
+static inline int k3_store_check_process(struct k3_store* store) {
     if (getpid() == store->process) return 0;
     errno = EPERM;
     return k3_store_fail(store, "this store belongs to the process that opened it");
@@ -106,15 +108,16 @@ static inline int64_t k3_store_now_ms(void) {
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-static inline _Atomic uint32_t *k3_store_word(const struct k3_store *store, size_t at) {
-    return (_Atomic uint32_t *)(void *)(store->ring + at);
+static inline _Atomic uint32_t* k3_store_word(const struct k3_store* store, size_t at) {
+    return (_Atomic uint32_t*)(void*)(store->ring + at);
 }
 
-/* The number of a key in a flat JSON object; 0 with errno when it is not there. Keys of a welcome are never escaped. */
-static inline uint64_t k3_store_number(const char *text, const char *key) {
+/* The number of a key in a flat JSON object; 0 with errno when it is not there. Keys of a welcome are never
+ * escaped. */
+static inline uint64_t k3_store_number(const char* text, const char* key) {
     char wanted[40];
     snprintf(wanted, sizeof wanted, "\"%s\":", key);
-    const char *at = strstr(text, wanted);
+    const char* at = strstr(text, wanted);
     if (at == NULL) {
         errno = EPROTO;
         return 0;
@@ -122,12 +125,12 @@ static inline uint64_t k3_store_number(const char *text, const char *key) {
     return strtoull(at + strlen(wanted), NULL, 10);
 }
 
-static inline void k3_store_close(struct k3_store *store) {
+static inline void k3_store_close(struct k3_store* store) {
     /* A child does not have the ring: by now something else may be mapped there. */
     if (store->ring != NULL && getpid() == store->process) munmap(store->ring, store->ring_bytes);
-    if (store->arena != NULL) munmap((void *)(uintptr_t)store->arena, store->arena_bytes);
-    if (store->dense != NULL) munmap((void *)(uintptr_t)store->dense, store->dense_bytes);
-    if (store->model != NULL) munmap((void *)(uintptr_t)store->model, store->model_bytes);
+    if (store->arena != NULL) munmap((void*)(uintptr_t)store->arena, store->arena_bytes);
+    if (store->dense != NULL) munmap((void*)(uintptr_t)store->dense, store->dense_bytes);
+    if (store->model != NULL) munmap((void*)(uintptr_t)store->model, store->model_bytes);
     if (store->socket >= 0) close(store->socket);
     if (store->request_doorbell >= 0) close(store->request_doorbell);
     if (store->completion_doorbell >= 0) close(store->completion_doorbell);
@@ -136,14 +139,14 @@ static inline void k3_store_close(struct k3_store *store) {
     store->socket = store->request_doorbell = store->completion_doorbell = -1;
 }
 
-static inline const uint8_t *k3_store_map(struct k3_store *store, int fd, uint64_t bytes, int protection) {
+static inline const uint8_t* k3_store_map(struct k3_store* store, int fd, uint64_t bytes, int protection) {
     struct stat status;
     if (bytes == 0) return NULL;
     if (fstat(fd, &status) != 0 || (uint64_t)status.st_size < bytes) {
         k3_store_fail(store, "a shared memory is smaller than announced");
         return NULL;
     }
-    void *memory = mmap(NULL, bytes, protection, MAP_SHARED, fd, 0);
+    void* memory = mmap(NULL, bytes, protection, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED) {
         k3_store_fail(store, "a shared memory cannot be mapped");
         return NULL;
@@ -152,16 +155,18 @@ static inline const uint8_t *k3_store_map(struct k3_store *store, int fd, uint64
 }
 
 /* Says hello and takes the answer with its six descriptors; their number, or -1. */
-static inline int k3_store_shake(struct k3_store *store, const char *name, char *text, int *descriptors) {
+static inline int k3_store_shake(struct k3_store* store, const char* name, char* text, int* descriptors) {
     char hello[160];
-    for (const char *c = name; *c != 0; ++c) {
+    for (const char* c = name; *c != 0; ++c) {
         if (*c < ' ' || *c > '~' || *c == '"' || *c == '\\' || c - name >= 64) {
             errno = EINVAL;
             return k3_store_fail(store, "a name is up to 64 plain ASCII characters");
         }
     }
-    int length = snprintf(hello, sizeof hello, "{\"type\":\"hello\",\"version\":%d,\"name\":\"%s\"}", K3_STORE_VERSION, name);
-    /* A daemon that refuses may have said why and closed before this arrives; then the answer is there all the same. */
+    int length = snprintf(hello, sizeof hello, "{\"type\":\"hello\",\"version\":%d,\"name\":\"%s\"}",
+                          K3_STORE_VERSION, name);
+    /* A daemon that refuses may have said why and closed before this arrives; then the answer is there all the
+     * same. */
     ssize_t sent;
     do {
         sent = send(store->socket, hello, (size_t)length, MSG_NOSIGNAL);
@@ -183,7 +188,7 @@ static inline int k3_store_shake(struct k3_store *store, const char *name, char 
     if (got <= 0) return k3_store_fail(store, "no welcome");
     text[got] = 0;
     int count = 0;
-    for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c != NULL; c = CMSG_NXTHDR(&message, c)) {
+    for (struct cmsghdr* c = CMSG_FIRSTHDR(&message); c != NULL; c = CMSG_NXTHDR(&message, c)) {
         if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
         count = (int)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
         memcpy(descriptors, CMSG_DATA(c), (size_t)count * sizeof(int));
@@ -192,16 +197,16 @@ static inline int k3_store_shake(struct k3_store *store, const char *name, char 
 }
 
 /* connect(2), also when signals come: an attempt that one has ended has done nothing on a Unix socket. */
-static inline int k3_store_connect(int fd, const struct sockaddr_un *address) {
+static inline int k3_store_connect(int fd, const struct sockaddr_un* address) {
     int result;
     do {
-        result = connect(fd, (const struct sockaddr *)address, sizeof *address);
+        result = connect(fd, (const struct sockaddr*)address, sizeof *address);
     } while (result != 0 && errno == EINTR);
     return result;
 }
 
 /* Connects; 0, or -1 with `problem` set and nothing left open. */
-static inline int k3_store_open(struct k3_store *store, const char *path, const char *name) {
+static inline int k3_store_open(struct k3_store* store, const char* path, const char* name) {
     memset(store, 0, sizeof *store);
     store->process = getpid();
     store->socket = store->request_doorbell = store->completion_doorbell = -1;
@@ -218,7 +223,7 @@ static inline int k3_store_open(struct k3_store *store, const char *path, const 
         k3_store_close(store);
         return -1;
     }
-    char *text = malloc(K3_STORE_MESSAGE_BYTES + 1);
+    char* text = malloc(K3_STORE_MESSAGE_BYTES + 1);
     int fds[6] = {-1, -1, -1, -1, -1, -1};
     errno = 0;
     int count = text == NULL ? k3_store_fail(store, "memory") : k3_store_shake(store, name, text, fds);
@@ -234,7 +239,7 @@ static inline int k3_store_open(struct k3_store *store, const char *path, const 
         store->model_bytes = k3_store_number(text, "model_bytes");
         store->quota = (uint32_t)k3_store_number(text, "quota");
         store->arena = k3_store_map(store, fds[0], store->arena_bytes, PROT_READ);
-        store->ring = (uint8_t *)(uintptr_t)k3_store_map(store, fds[1], store->ring_bytes, PROT_READ | PROT_WRITE);
+        store->ring = (uint8_t*)(uintptr_t)k3_store_map(store, fds[1], store->ring_bytes, PROT_READ | PROT_WRITE);
         store->dense = k3_store_map(store, fds[2], store->dense_bytes, PROT_READ);
         store->model = k3_store_map(store, fds[3], store->model_bytes, PROT_READ);
         store->request_doorbell = fds[4];
@@ -266,8 +271,9 @@ static inline int k3_store_open(struct k3_store *store, const char *path, const 
     return 0;
 }
 
-/* Writes one request; 0, or -1 with EAGAIN while the ring is full. Not seen by the daemon before k3_store_publish. */
-static inline int k3_store_put(struct k3_store *store, const struct k3_store_request *request) {
+/* Writes one request; 0, or -1 with EAGAIN while the ring is full. Not seen by the daemon before k3_store_publish.
+ */
+static inline int k3_store_put(struct k3_store* store, const struct k3_store_request* request) {
     if (k3_store_check_process(store) != 0) return -1;
     uint32_t head = atomic_load_explicit(k3_store_word(store, 128), memory_order_acquire);
     if (store->request_tail - head >= store->entries) {
@@ -281,7 +287,7 @@ static inline int k3_store_put(struct k3_store *store, const struct k3_store_req
 }
 
 /* Shows the daemon what was put, and wakes it if it sleeps. */
-static inline void k3_store_publish(struct k3_store *store) {
+static inline void k3_store_publish(struct k3_store* store) {
     if (k3_store_check_process(store) != 0) return;
     atomic_store_explicit(k3_store_word(store, 64), store->request_tail, memory_order_seq_cst);
     if (atomic_load_explicit(k3_store_word(store, 320), memory_order_seq_cst) == 1) {
@@ -292,8 +298,8 @@ static inline void k3_store_publish(struct k3_store *store) {
 }
 
 /* Asks for experts of a layer: one completion each, with `tag`, in any order. How many were asked for. */
-static inline uint32_t k3_store_lease(struct k3_store *store, uint64_t tag, uint32_t layer, const uint32_t *experts,
-                                      uint32_t count) {
+static inline uint32_t k3_store_lease(struct k3_store* store, uint64_t tag, uint32_t layer,
+                                      const uint32_t* experts, uint32_t count) {
     uint32_t asked = 0;
     struct k3_store_request request = {0};
     request.tag = tag, request.op = K3_STORE_LEASE, request.layer = layer;
@@ -306,7 +312,7 @@ static inline uint32_t k3_store_lease(struct k3_store *store, uint64_t tag, uint
 }
 
 /* Gives a granted lease back; 0, or -1 while the ring is full. */
-static inline int k3_store_release(struct k3_store *store, const struct k3_store_completion *lease) {
+static inline int k3_store_release(struct k3_store* store, const struct k3_store_completion* lease) {
     struct k3_store_request request = {0};
     request.op = K3_STORE_RELEASE, request.layer = lease->layer;
     request.expert = lease->slot, request.generation = lease->generation;
@@ -316,10 +322,11 @@ static inline int k3_store_release(struct k3_store *store, const struct k3_store
 }
 
 /* A completion that is there already: 1, or 0 for none; -1 in a forked child. */
-static inline int k3_store_poll(struct k3_store *store, struct k3_store_completion *into) {
+static inline int k3_store_poll(struct k3_store* store, struct k3_store_completion* into) {
     if (k3_store_check_process(store) != 0) return -1;
     if (atomic_load_explicit(k3_store_word(store, 192), memory_order_seq_cst) == store->completion_head) return 0;
-    size_t at = 4096 + (size_t)store->entries * 32 + (size_t)(store->completion_head % store->entries) * sizeof *into;
+    size_t at =
+        4096 + (size_t)store->entries * 32 + (size_t)(store->completion_head % store->entries) * sizeof *into;
     memcpy(into, store->ring + at, sizeof *into);
     ++store->completion_head;
     atomic_store_explicit(k3_store_word(store, 256), store->completion_head, memory_order_release);
@@ -327,7 +334,7 @@ static inline int k3_store_poll(struct k3_store *store, struct k3_store_completi
 }
 
 /* Waits for a completion: 1; 0 when `timeout_ms` (-1: for ever) is over; -1 when the daemon has gone. */
-static inline int k3_store_wait(struct k3_store *store, struct k3_store_completion *into, int timeout_ms) {
+static inline int k3_store_wait(struct k3_store* store, struct k3_store_completion* into, int timeout_ms) {
     const int64_t until_ms = timeout_ms < 0 ? 0 : k3_store_now_ms() + timeout_ms;
     for (;;) {
         const int there = k3_store_poll(store, into);
@@ -338,7 +345,8 @@ static inline int k3_store_wait(struct k3_store *store, struct k3_store_completi
             left_ms = left > 0 ? (int)left : 0;
         }
         atomic_store_explicit(k3_store_word(store, 384), 1, memory_order_seq_cst);
-        const int found = k3_store_poll(store, into); /* it may have come before the daemon could see that we sleep */
+        const int found =
+            k3_store_poll(store, into); /* it may have come before the daemon could see that we sleep */
         struct pollfd ears[2] = {{store->completion_doorbell, POLLIN, 0}, {store->socket, POLLIN, 0}};
         const int ready = found ? 0 : poll(ears, 2, left_ms);
         const int poll_errno = errno; /* reading the doorbell empty ends in an error of its own */
@@ -362,7 +370,8 @@ static inline int k3_store_wait(struct k3_store *store, struct k3_store_completi
 }
 
 /* The bytes of a granted lease. */
-static inline const uint8_t *k3_store_payload(const struct k3_store *store, const struct k3_store_completion *lease) {
+static inline const uint8_t* k3_store_payload(const struct k3_store* store,
+                                              const struct k3_store_completion* lease) {
     return store->arena + lease->offset;
 }
 

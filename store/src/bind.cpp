@@ -58,7 +58,8 @@ std::vector<Key> keys_of(const std::vector<Pair>& pairs) {
 }
 
 template <class Value>
-Value chosen(const std::string& name, const char* what, std::initializer_list<std::pair<const char*, Value>> choices) {
+Value chosen(const std::string& name, const char* what,
+             std::initializer_list<std::pair<const char*, Value>> choices) {
     std::string known;
     for (const auto& [word, value] : choices) {
         if (name == word) return value;
@@ -97,8 +98,9 @@ nb::bytes digest_in_steps(nb::handle data, const std::vector<size_t>& steps) {
 
 std::unique_ptr<Server> make_server(uint64_t slot_bytes, uint32_t slots, const std::string& policy,
                                     const std::vector<Pair>& pins, const std::string& io, uint32_t io_depth,
-                                    uint32_t checkers, const std::string& verify, uint32_t max_clients, uint32_t quota,
-                                    uint32_t entries, uint32_t open_files, nb::object on_reserved) {
+                                    uint32_t checkers, const std::string& verify, uint32_t max_clients,
+                                    uint32_t quota, uint32_t entries, uint32_t open_files,
+                                    nb::object on_reserved) {
     ServerOptions options;
     options.slot_bytes = slot_bytes, options.slots = slots;
     options.policy = policy, options.pins = keys_of(pins);
@@ -112,7 +114,8 @@ std::unique_ptr<Server> make_server(uint64_t slot_bytes, uint32_t slots, const s
     return unlocked([&] { return std::make_unique<Server>(options, progress); });
 }
 
-void set_layer(Server& server, uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces, nb::handle records) {
+void set_layer(Server& server, uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+               nb::handle records) {
     const Buffer buffer(records);
     if (buffer.size() % sizeof(Record) != 0) throw nb::value_error("records are 48 bytes each");
     std::vector<Record> list(buffer.size() / sizeof(Record));
@@ -122,7 +125,8 @@ void set_layer(Server& server, uint32_t layer, uint64_t payload_bytes, std::vect
 
 nb::tuple add_client(Server& server, const std::string& name) {
     NewClient made = unlocked([&] { return server.add_client(name); });
-    return nb::make_tuple(made.id, made.ring.release(), made.request_doorbell.release(), made.completion_doorbell.release());
+    return nb::make_tuple(made.id, made.ring.release(), made.request_doorbell.release(),
+                          made.completion_doorbell.release());
 }
 
 nb::dict client_stats(const ClientStats& c) {
@@ -137,7 +141,8 @@ nb::dict client_stats(const ClientStats& c) {
 nb::dict drive_stats(const DriveStats& r) {
     nb::dict d;
     d["reads"] = r.reads, d["read_bytes"] = r.read_bytes, d["read_ns"] = r.read_ns, d["busy_ns"] = r.busy_ns;
-    d["queued"] = r.queued, d["in_flight"] = r.in_flight, d["oldest_read_ns"] = r.oldest_read_ns, d["errors"] = r.errors, d["re_reads"] = r.re_reads;
+    d["queued"] = r.queued, d["in_flight"] = r.in_flight, d["oldest_read_ns"] = r.oldest_read_ns,
+    d["errors"] = r.errors, d["re_reads"] = r.re_reads;
     d["damaged"] = r.damaged, d["direct"] = r.direct;
     d["read_classes"] = nb::cast(r.read_classes);
     return d;
@@ -187,18 +192,20 @@ struct PyMapping {
 
 int mapping_getbuffer(PyObject* self, Py_buffer* view, int flags) {
     const PyMapping* py = nb::inst_ptr<PyMapping>(self);
-    return PyBuffer_FillInfo(view, self, py->map.data(), static_cast<Py_ssize_t>(py->map.bytes()), py->writable ? 0 : 1, flags);
+    return PyBuffer_FillInfo(view, self, py->map.data(), static_cast<Py_ssize_t>(py->map.bytes()),
+                             py->writable ? 0 : 1, flags);
 }
 
 PyType_Slot mapping_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(mapping_getbuffer)}, {0, nullptr}};
 
 void bind_memory(nb::module_& m) {
     nb::class_<PyMapping>(m, "SharedMapping", nb::type_slots(mapping_slots))
-        .def("__init__",
-             [](PyMapping* self, int fd, uint64_t bytes, bool writable) {
-                 new (self) PyMapping{Mapping(fd, bytes, writable, "shared memory"), writable};
-             },
-             arg("fd"), arg("size_bytes"), arg("writable"));
+        .def(
+            "__init__",
+            [](PyMapping* self, int fd, uint64_t bytes, bool writable) {
+                new (self) PyMapping{Mapping(fd, bytes, writable, "shared memory"), writable};
+            },
+            arg("fd"), arg("size_bytes"), arg("writable"));
     m.def("make_memfd", [](const std::string& name) { return make_memfd(name).release(); }, arg("name"));
     m.def(
         "touches_guarded",
@@ -241,21 +248,26 @@ int ring_getbuffer(PyObject* self, Py_buffer* view, int flags) {
     return made;
 }
 
-void ring_releasebuffer(PyObject*, Py_buffer* view) { delete static_cast<std::shared_ptr<ClientRing>*>(view->internal); }
+void ring_releasebuffer(PyObject*, Py_buffer* view) {
+    delete static_cast<std::shared_ptr<ClientRing>*>(view->internal);
+}
 
 PyType_Slot ring_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(ring_getbuffer)},
                             {Py_bf_releasebuffer, reinterpret_cast<void*>(ring_releasebuffer)},
                             {0, nullptr}};
 
-uint32_t ring_submit(const PyRing& py, uint64_t tag, uint8_t op, uint32_t layer, const std::vector<uint32_t>& experts) {
+uint32_t ring_submit(const PyRing& py, uint64_t tag, uint8_t op, uint32_t layer,
+                     const std::vector<uint32_t>& experts) {
     if (op < static_cast<uint8_t>(Op::lease) || op > static_cast<uint8_t>(Op::unpin) ||
         op == static_cast<uint8_t>(Op::release)) {
         throw nb::value_error("op must be 1, 3, 4, 5 or 6");
     }
-    return py.open().submit(tag, static_cast<Op>(op), layer, experts.data(), static_cast<uint32_t>(experts.size()));
+    return py.open().submit(tag, static_cast<Op>(op), layer, experts.data(),
+                            static_cast<uint32_t>(experts.size()));
 }
 
-uint32_t ring_release(const PyRing& py, const std::vector<uint32_t>& slots, const std::vector<uint32_t>& generations) {
+uint32_t ring_release(const PyRing& py, const std::vector<uint32_t>& slots,
+                      const std::vector<uint32_t>& generations) {
     if (slots.size() != generations.size()) throw nb::value_error("as many generations as slots");
     return py.open().release(slots.data(), generations.data(), static_cast<uint32_t>(slots.size()));
 }
@@ -334,10 +346,11 @@ std::string ring_wait(const PyRing& py, std::optional<double> timeout_s, int oth
 
 void bind_server(nb::module_& m) {
     nb::class_<Server>(m, "Server")
-        .def(nb::new_(&make_server), nb::kw_only(), arg("slot_bytes"), arg("slots"), arg("policy"), arg("pins"), arg("io"),
-             arg("io_depth"), arg("checkers"), arg("verify"), arg("max_clients"), arg("quota"), arg("entries"),
-             arg("open_files"), arg("on_reserved").none())
-        .def("add_file", &Server::add_file, arg("root"), arg("path"), arg("direct"), nb::call_guard<nb::gil_scoped_release>())
+        .def(nb::new_(&make_server), nb::kw_only(), arg("slot_bytes"), arg("slots"), arg("policy"), arg("pins"),
+             arg("io"), arg("io_depth"), arg("checkers"), arg("verify"), arg("max_clients"), arg("quota"),
+             arg("entries"), arg("open_files"), arg("on_reserved").none())
+        .def("add_file", &Server::add_file, arg("root"), arg("path"), arg("direct"),
+             nb::call_guard<nb::gil_scoped_release>())
         .def("set_layer", &set_layer, arg("layer"), arg("payload_bytes"), arg("pieces"), arg("records"))
         .def("start", &Server::start, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("arena_fd", &Server::arena_fd)
@@ -394,18 +407,21 @@ void bind_client(nb::module_& m) {
             "lend",
             [](const Grants& grants, nb::set awaited, nb::dict views, nb::callable view, nb::object on_release,
                nb::object request, nb::object session) {
-                return make_leases(grants.completions, {std::move(awaited), std::move(views), std::move(view),
-                                                        std::move(on_release), std::move(request), std::move(session)});
+                return make_leases(grants.completions,
+                                   {std::move(awaited), std::move(views), std::move(view), std::move(on_release),
+                                    std::move(request), std::move(session)});
             },
             arg("awaited"), arg("views"), arg("view"), arg("on_release"), arg("request"), arg("session"));
     nb::class_<PyRing>(m, "ClientRing", nb::type_slots(ring_slots))
-        .def("__init__",
-             [](PyRing* self, int ring_fd, int arena_fd, uint64_t arena_bytes, int request_doorbell,
-                int completion_doorbell) {
-                 new (self) PyRing{std::make_shared<ClientRing>(ring_fd, arena_fd, arena_bytes, request_doorbell,
-                                                                completion_doorbell)};
-             },
-             arg("ring_fd"), arg("arena_fd"), arg("arena_bytes"), arg("request_doorbell"), arg("completion_doorbell"))
+        .def(
+            "__init__",
+            [](PyRing* self, int ring_fd, int arena_fd, uint64_t arena_bytes, int request_doorbell,
+               int completion_doorbell) {
+                new (self) PyRing{std::make_shared<ClientRing>(ring_fd, arena_fd, arena_bytes, request_doorbell,
+                                                               completion_doorbell)};
+            },
+            arg("ring_fd"), arg("arena_fd"), arg("arena_bytes"), arg("request_doorbell"),
+            arg("completion_doorbell"))
         .def("submit", &ring_submit, arg("tag"), arg("op"), arg("layer"), arg("experts"))
         .def("release", &ring_release, arg("slots"), arg("generations"))
         .def("poll", &ring_poll, arg("most"))
@@ -418,36 +434,46 @@ void bind_client(nb::module_& m) {
 
 void bind_policy(nb::module_& m) {
     nb::class_<Policy>(m, "Policy")
-        .def(nb::new_([](const std::string& name, uint64_t capacity, const LayerCounts& counts,
-                         const std::vector<Pair>& pins) { return make_policy(name, capacity, counts, keys_of(pins)); }),
+        .def(nb::new_(
+                 [](const std::string& name, uint64_t capacity, const LayerCounts& counts,
+                    const std::vector<Pair>& pins) { return make_policy(name, capacity, counts, keys_of(pins)); }),
              arg("name"), arg("capacity"), arg("layer_counts"), arg("pins") = std::vector<Pair>{})
-        .def("access", [](Policy& p, uint32_t layer, uint32_t expert) { return p.access({layer, expert}); },
-             arg("layer"), arg("expert"))
-        .def("insert",
-             [](Policy& p, uint32_t layer, uint32_t expert) {
-                 std::vector<Key> evicted;
-                 if (!p.insert({layer, expert}, evicted)) {
-                     throw std::runtime_error("every expert in the policy is held: there is no room for one more");
-                 }
-                 std::vector<Pair> pairs;
-                 for (const Key& key : evicted) pairs.push_back(pair_of(key));
-                 return pairs;
-             },
-             arg("layer"), arg("expert"))
+        .def(
+            "access", [](Policy& p, uint32_t layer, uint32_t expert) { return p.access({layer, expert}); },
+            arg("layer"), arg("expert"))
+        .def(
+            "insert",
+            [](Policy& p, uint32_t layer, uint32_t expert) {
+                std::vector<Key> evicted;
+                if (!p.insert({layer, expert}, evicted)) {
+                    throw std::runtime_error("every expert in the policy is held: there is no room for one more");
+                }
+                std::vector<Pair> pairs;
+                for (const Key& key : evicted) pairs.push_back(pair_of(key));
+                return pairs;
+            },
+            arg("layer"), arg("expert"))
         .def("evict_one",
              [](Policy& p) {
                  Key key;
                  return p.evict_one(key) ? std::optional<Pair>(pair_of(key)) : std::nullopt;
              })
-        .def("hold", [](Policy& p, uint32_t layer, uint32_t expert) { p.hold({layer, expert}); }, arg("layer"), arg("expert"))
-        .def("unhold", [](Policy& p, uint32_t layer, uint32_t expert) { p.unhold({layer, expert}); }, arg("layer"),
-             arg("expert"))
-        .def("remove", [](Policy& p, uint32_t layer, uint32_t expert) { p.remove({layer, expert}); }, arg("layer"),
-             arg("expert"))
-        .def("contains", [](const Policy& p, uint32_t layer, uint32_t expert) { return p.contains({layer, expert}); },
-             arg("layer"), arg("expert"))
-        .def("held", [](const Policy& p, uint32_t layer, uint32_t expert) { return p.held({layer, expert}); },
-             arg("layer"), arg("expert"))
+        .def(
+            "hold", [](Policy& p, uint32_t layer, uint32_t expert) { p.hold({layer, expert}); }, arg("layer"),
+            arg("expert"))
+        .def(
+            "unhold", [](Policy& p, uint32_t layer, uint32_t expert) { p.unhold({layer, expert}); }, arg("layer"),
+            arg("expert"))
+        .def(
+            "remove", [](Policy& p, uint32_t layer, uint32_t expert) { p.remove({layer, expert}); }, arg("layer"),
+            arg("expert"))
+        .def(
+            "contains",
+            [](const Policy& p, uint32_t layer, uint32_t expert) { return p.contains({layer, expert}); },
+            arg("layer"), arg("expert"))
+        .def(
+            "held", [](const Policy& p, uint32_t layer, uint32_t expert) { return p.held({layer, expert}); },
+            arg("layer"), arg("expert"))
         .def("__len__", &Policy::size)
         .def_prop_ro("capacity", &Policy::capacity);
     m.def("policy_names", [] {
@@ -455,15 +481,17 @@ void bind_policy(nb::module_& m) {
         for (const std::string& name : policy_names()) names.append(name);
         return nb::tuple(names);
     });
-    m.def("divide", [](uint64_t slots, const LayerCounts& counts) { return divide(slots, counts); }, arg("slots"),
-          arg("layer_counts"));
+    m.def(
+        "divide", [](uint64_t slots, const LayerCounts& counts) { return divide(slots, counts); }, arg("slots"),
+        arg("layer_counts"));
 }
 
 // Every constant of layout.h, for the comparison with store/protocol/ring_layout.py.
 nb::dict layout() {
     nb::dict d;
     d["magic"] = nb::bytes(kMagic, sizeof kMagic);
-    d["request_bytes"] = sizeof(Request), d["completion_bytes"] = sizeof(Completion), d["header_bytes"] = sizeof(RingHeader);
+    d["request_bytes"] = sizeof(Request), d["completion_bytes"] = sizeof(Completion),
+    d["header_bytes"] = sizeof(RingHeader);
     d["requests_at"] = kRequestsAt, d["completions_at"] = completions_at(kDefaultEntries);
     d["ring_bytes"] = ring_bytes(kDefaultEntries), d["default_entries"] = kDefaultEntries;
     d["entries_max"] = kEntriesMax, d["clients_max"] = kClientsMax, d["slots_max"] = kSlotsMax;
@@ -472,7 +500,8 @@ nb::dict layout() {
     K3_AT(RingHeader, magic), K3_AT(RingHeader, entries), K3_AT(RingHeader, request_tail);
     K3_AT(RingHeader, request_head), K3_AT(RingHeader, completion_tail), K3_AT(RingHeader, completion_head);
     K3_AT(RingHeader, daemon_asleep), K3_AT(RingHeader, client_asleep), K3_AT(RingHeader, state);
-    K3_AT(Request, tag), K3_AT(Request, op), K3_AT(Request, layer), K3_AT(Request, expert), K3_AT(Request, generation);
+    K3_AT(Request, tag), K3_AT(Request, op), K3_AT(Request, layer), K3_AT(Request, expert),
+        K3_AT(Request, generation);
     K3_AT(Completion, tag), K3_AT(Completion, op), K3_AT(Completion, status), K3_AT(Completion, source);
     K3_AT(Completion, layer), K3_AT(Completion, expert), K3_AT(Completion, slot), K3_AT(Completion, generation);
     K3_AT(Completion, file), K3_AT(Completion, offset), K3_AT(Completion, payload_bytes);

@@ -65,8 +65,9 @@ void Catalog::set_layer(uint32_t number, uint64_t payload_bytes, std::vector<uin
                                             std::to_string(bytes) + " bytes");
             }
             if (record.stored_bytes > slot_bytes) {
-                throw std::invalid_argument(who + " needs a slot of at least " + std::to_string(record.stored_bytes) +
-                                            " bytes, they have " + std::to_string(slot_bytes));
+                throw std::invalid_argument(who + " needs a slot of at least " +
+                                            std::to_string(record.stored_bytes) + " bytes, they have " +
+                                            std::to_string(slot_bytes));
             }
             if (record.stored_bytes == 0 || record.payload_bytes > record.stored_bytes ||
                 (!last && record.payload_bytes != record.stored_bytes)) {
@@ -76,7 +77,8 @@ void Catalog::set_layer(uint32_t number, uint64_t payload_bytes, std::vector<uin
             if (sum > payload_bytes) break;
         }
         if (sum != payload_bytes || payload_bytes == 0) {
-            throw std::invalid_argument(who + ": its pieces do not make up " + std::to_string(payload_bytes) + " bytes");
+            throw std::invalid_argument(who + ": its pieces do not make up " + std::to_string(payload_bytes) +
+                                        " bytes");
         }
         const uint64_t needed = plan(layer, expert, nullptr).slot_bytes;
         if (needed > slot_bytes) {

@@ -28,8 +28,8 @@ struct Record {
 };
 static_assert(sizeof(Record) == 48 && offsetof(Record, offset) == 8 && offsetof(Record, digest) == 32);
 
-// One read of at most kChunkBytes (a bounced one: of the pages around it). `into` is where the pages [offset, offset +
-// ask) go; nullptr: into a bounce buffer, from which `copy_bytes` starting at `skip` go to `copy_to`.
+// One read of at most kChunkBytes (a bounced one: of the pages around it). `into` is where the pages [offset,
+// offset + ask) go; nullptr: into a bounce buffer, from which `copy_bytes` starting at `skip` go to `copy_to`.
 struct Chunk {
     uint32_t piece;
     uint64_t offset;  // a whole page
@@ -59,8 +59,8 @@ class Catalog {
 public:
     // `pieces` holds the number of records of each expert, in ascending id; `records` all of them in order.
     // std::invalid_argument when they do not fit together, the files or the slot.
-    void set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces, std::vector<Record> records,
-                   const std::vector<uint64_t>& file_bytes, uint64_t slot_bytes);
+    void set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+                   std::vector<Record> records, const std::vector<uint64_t>& file_bytes, uint64_t slot_bytes);
 
     bool contains(Key key) const;
     uint64_t payload_bytes(uint32_t layer) const { return layers_.at(layer).payload_bytes; }

@@ -25,7 +25,8 @@ void relax() {
 
 }  // namespace
 
-ClientRing::ClientRing(int ring_fd, int arena_fd, uint64_t arena_bytes, int request_doorbell, int completion_doorbell)
+ClientRing::ClientRing(int ring_fd, int arena_fd, uint64_t arena_bytes, int request_doorbell,
+                       int completion_doorbell)
     : process_(::getpid()),
       request_doorbell_(duplicate(request_doorbell)),
       completion_doorbell_(duplicate(completion_doorbell)) {
@@ -35,11 +36,13 @@ ClientRing::ClientRing(int ring_fd, int arena_fd, uint64_t arena_bytes, int requ
     if (bytes < kPage) throw std::invalid_argument("not a ring: too short");
     ring_ = Mapping(ring_fd, bytes, true, "the ring");
     const RingHeader* header = reinterpret_cast<const RingHeader*>(ring_.data());
-    if (std::memcmp(header->magic, kMagic, sizeof kMagic) != 0) throw std::invalid_argument("not a ring: wrong magic");
+    if (std::memcmp(header->magic, kMagic, sizeof kMagic) != 0)
+        throw std::invalid_argument("not a ring: wrong magic");
     entries_ = header->entries;
-    if (entries_ < 2 || entries_ > kEntriesMax || (entries_ & (entries_ - 1)) != 0 || bytes < ring_bytes(entries_)) {
-        throw std::invalid_argument("not a ring: " + std::to_string(entries_) + " entries in " + std::to_string(bytes) +
-                                    " bytes");
+    if (entries_ < 2 || entries_ > kEntriesMax || (entries_ & (entries_ - 1)) != 0 ||
+        bytes < ring_bytes(entries_)) {
+        throw std::invalid_argument("not a ring: " + std::to_string(entries_) + " entries in " +
+                                    std::to_string(bytes) + " bytes");
     }
     if (::fstat(arena_fd, &about) != 0) refuse(errno, "cannot look at the arena");
     if (arena_bytes == 0 || static_cast<uint64_t>(about.st_size) < arena_bytes) {
@@ -111,7 +114,8 @@ ClientRing::Woken ClientRing::wait(int64_t timeout_ns, int other_fd) {
     return woken;
 }
 
-// What is in RAM is answered sooner than a process falls asleep and wakes up again. True when there are completions.
+// What is in RAM is answered sooner than a process falls asleep and wakes up again. True when there are
+// completions.
 bool ClientRing::spin(uint64_t began_ns, int64_t timeout_ns) {
     if (!answers_are_quick_ || timeout_ns == 0) return false;
     do {

@@ -24,8 +24,8 @@ void sleep_ns(uint64_t ns) {
 
 bool Drive::push(const std::vector<Read*>& reads, const Job& job, bool first) {
     std::lock_guard<std::mutex> lock(mutex_);
-    // Both are looked at under the lock: promote() and take_back() come after they were changed, so either they find
-    // these reads in the queue, or the change is seen here.
+    // Both are looked at under the lock: promote() and take_back() come after they were changed, so either they
+    // find these reads in the queue, or the change is seen here.
     if (job.called_off.load(std::memory_order_relaxed)) return false;
     ReadQueue& queue = job.demand.load(std::memory_order_relaxed) ? demand_ : background_;
     if (first) {
@@ -112,7 +112,10 @@ void Drive::wait_for_rate(uint64_t bytes, uint64_t began_ns) {
 }
 
 Progress::Progress(Read& read, std::shared_ptr<OpenFile> file, uint8_t* bounce, Faults& faults)
-    : read_(read), file_(std::move(file)), into_(read.chunk.into != nullptr ? read.chunk.into : bounce), faults_(faults) {}
+    : read_(read),
+      file_(std::move(file)),
+      into_(read.chunk.into != nullptr ? read.chunk.into : bounce),
+      faults_(faults) {}
 
 bool Progress::prepare() {
     const uint64_t end = file_->direct() ? read_.chunk.ask : read_.chunk.need;
@@ -133,7 +136,8 @@ bool Progress::advance(int64_t result) {
         error_ = ENODATA;  // the file ends here
         return false;
     }
-    result = static_cast<int64_t>(std::min(static_cast<uint64_t>(result), std::max<uint64_t>(1, fault_.shorten_to)));
+    result =
+        static_cast<int64_t>(std::min(static_cast<uint64_t>(result), std::max<uint64_t>(1, fault_.shorten_to)));
     if (fault_.flip) target()[fault_.flip_at % static_cast<uint64_t>(result)] ^= 0x10;
     const uint64_t before = done_;
     done_ += static_cast<uint64_t>(result);

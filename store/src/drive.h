@@ -1,8 +1,8 @@
 // One drive: reads in order, at most `depth` of them in progress, what is asked for before everything else.
 //
-// The queue is bounded by construction: an expert has a fixed number of chunks, and there are no more experts being
-// read than slots. Thread-safe. Two implementations share this file: threads that each do one pread after the other
-// (drive_threads.cpp), and one thread that drives an io_uring (drive_uring.cpp).
+// The queue is bounded by construction: an expert has a fixed number of chunks, and there are no more experts
+// being read than slots. Thread-safe. Two implementations share this file: threads that each do one pread after
+// the other (drive_threads.cpp), and one thread that drives an io_uring (drive_uring.cpp).
 #pragma once
 
 #include <atomic>
@@ -21,15 +21,16 @@
 
 namespace k3::store {
 
-// In place of an errno: a read that was called off before it began; one whose file is not the one that was checked.
+// In place of an errno: a read that was called off before it began; one whose file is not the one that was
+// checked.
 constexpr int kCalledOff = -1;
 constexpr int kFileChanged = -2;
 
 // Called once for each read by the thread that did it; `error` is an errno, one of the above or 0.
 using ReadDone = std::function<void(Read&, int error)>;
 
-// Upper bounds of the classes that reads are counted in by how long they took; one more class is for the rest. From
-// what a fast drive needs for a small read to what a drive in trouble takes.
+// Upper bounds of the classes that reads are counted in by how long they took; one more class is for the rest.
+// From what a fast drive needs for a small read to what a drive in trouble takes.
 constexpr uint64_t kReadBoundsNs[] = {100'000,     250'000,     500'000,       1'000'000,     2'500'000,
                                       5'000'000,   10'000'000,  25'000'000,    50'000'000,    100'000'000,
                                       250'000'000, 500'000'000, 1'000'000'000, 2'500'000'000, 10'000'000'000};
@@ -37,13 +38,13 @@ constexpr size_t kReadClasses = std::size(kReadBoundsNs) + 1;
 
 struct DriveCounters {
     std::atomic<uint64_t> reads{0};
-    std::atomic<uint64_t> read_bytes{0};  // that were asked for and came
-    std::atomic<uint64_t> read_ns{0};     // summed over reads
+    std::atomic<uint64_t> read_bytes{0};                    // that were asked for and came
+    std::atomic<uint64_t> read_ns{0};                       // summed over reads
     std::atomic<uint64_t> read_classes[kReadClasses] = {};  // reads by their time
-    std::atomic<uint64_t> errors{0};      // reads that failed, and pieces whose digest was wrong
-    std::atomic<uint64_t> damaged{0};     // of these: pieces whose digest was wrong
-    std::atomic<uint64_t> re_reads{0};    // pieces that were read a second time
-    std::atomic<bool> direct{true};       // no read went through the page cache
+    std::atomic<uint64_t> errors{0};                        // reads that failed, and pieces whose digest was wrong
+    std::atomic<uint64_t> damaged{0};                       // of these: pieces whose digest was wrong
+    std::atomic<uint64_t> re_reads{0};                      // pieces that were read a second time
+    std::atomic<bool> direct{true};                         // no read went through the page cache
 };
 
 class Drive {
@@ -54,7 +55,8 @@ public:
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
-    // Queues reads of one job, by what the job is at that moment. False when it has been called off: nothing is queued.
+    // Queues reads of one job, by what the job is at that moment. False when it has been called off: nothing is
+    // queued.
     bool push(const std::vector<Read*>& reads, const Job& job, bool first);
     // What is still queued of these goes with what is asked for.
     void promote(std::vector<Read>& reads);
@@ -62,15 +64,18 @@ public:
     void take_back(std::vector<Read>& reads, std::vector<Read*>& taken);
     // For whoever locks several drives at once, in ascending order.
     std::mutex& mutex() { return mutex_; }
-    bool is_queued(const Read& read) const { return read.queue != nullptr && read.queue != &in_progress_; }  // under it
+    bool is_queued(const Read& read) const {
+        return read.queue != nullptr && read.queue != &in_progress_;
+    }  // under it
     // Ends after the reads in progress; what is queued is never read. Joins the threads.
     virtual void stop() = 0;
 
     void throttle(uint64_t bytes_per_s) { rate_.store(bytes_per_s, std::memory_order_relaxed); }
     uint64_t queued() const;
     uint32_t in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
-    uint64_t busy_ns() const;         // time with at least one read in progress
-    uint64_t oldest_read_ns() const;  // age of the read that has been in progress for longest; 0 when there is none
+    uint64_t busy_ns() const;  // time with at least one read in progress
+    uint64_t oldest_read_ns()
+        const;  // age of the read that has been in progress for longest; 0 when there is none
     DriveCounters counters;
 
 protected:
@@ -98,7 +103,8 @@ private:
     uint64_t rate_free_ns_ = 0;
 };
 
-// The system calls of one read: where the next one begins, and what its result means. Used by both implementations.
+// The system calls of one read: where the next one begins, and what its result means. Used by both
+// implementations.
 class Progress {
 public:
     Progress(Read& read, std::shared_ptr<OpenFile> file, uint8_t* bounce, Faults& faults);

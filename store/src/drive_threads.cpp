@@ -51,7 +51,8 @@ private:
 
     int run(Read& read, Bounce& bounce) {
         try {
-            Progress progress(read, files_.open(read.file), read.chunk.into == nullptr ? bounce.get() : nullptr, faults_);
+            Progress progress(read, files_.open(read.file), read.chunk.into == nullptr ? bounce.get() : nullptr,
+                              faults_);
             if (!progress.direct()) counters.direct.store(false, std::memory_order_relaxed);
             while (progress.prepare()) {
                 const ssize_t count = ::pread(progress.fd(), progress.target(), progress.length(),

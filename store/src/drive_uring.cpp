@@ -22,8 +22,8 @@ int sys_setup(unsigned entries, io_uring_params* params) {
 }
 
 int sys_enter(int fd, unsigned submit, unsigned wait) {
-    return static_cast<int>(
-        ::syscall(SYS_io_uring_enter, fd, submit, wait, wait > 0 ? IORING_ENTER_GETEVENTS : 0u, nullptr, size_t{0}));
+    return static_cast<int>(::syscall(SYS_io_uring_enter, fd, submit, wait, wait > 0 ? IORING_ENTER_GETEVENTS : 0u,
+                                      nullptr, size_t{0}));
 }
 
 // The mapped queues. One thread only; the kernel is the other side, hence acquire and release.
@@ -151,7 +151,10 @@ private:
 class UringDrive : public Drive {
 public:
     UringDrive(uint32_t depth, Files& files, Faults& faults, ReadDone done)
-        : Drive(depth, files, faults, std::move(done)), ring_(entries_for(depth)), event_(make_event()), places_(depth) {
+        : Drive(depth, files, faults, std::move(done)),
+          ring_(entries_for(depth)),
+          event_(make_event()),
+          places_(depth) {
         for (uint32_t i = 0; i < depth; ++i) free_.push_back(i);
         thread_ = std::thread(&UringDrive::serve, this);
     }
@@ -212,8 +215,9 @@ private:
         }
     }
 
-    // The kernel takes no more operations: from here on reads fail with its errno, and the other drives go on. What it
-    // has taken may still be written into memory, so those reads keep their places until their results are there.
+    // The kernel takes no more operations: from here on reads fail with its errno, and the other drives go on.
+    // What it has taken may still be written into memory, so those reads keep their places until their results are
+    // there.
     void go_on_without_ring(int error) {
         refused_ = error;
         for (const uint64_t data : ring_.take_back()) {

@@ -1,5 +1,5 @@
-// Faults on purpose, for tests: what a bad drive does, at chosen places and in a seeded order. Off unless a rule is set,
-// and then one relaxed load per read. Thread-safe.
+// Faults on purpose, for tests: what a bad drive does, at chosen places and in a seeded order. Off unless a rule
+// is set, and then one relaxed load per read. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -76,7 +76,8 @@ public:
         for (FaultRule& rule : rules_) {
             if (rule.times == 0 || (rule.file >= 0 && rule.file != static_cast<int64_t>(file))) continue;
             if (offset >= rule.end || offset + bytes <= rule.begin) continue;
-            if (rule.probability < 1.0 && std::uniform_real_distribution<>()(random_) >= rule.probability) continue;
+            if (rule.probability < 1.0 && std::uniform_real_distribution<>()(random_) >= rule.probability)
+                continue;
             if (rule.times > 0) --rule.times;
             fired_.fetch_add(1, std::memory_order_relaxed);
             switch (rule.kind) {

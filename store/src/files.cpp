@@ -40,7 +40,9 @@ FileIdentity identity_of(int fd, const std::string& path) {
 }  // namespace
 
 OpenFile::OpenFile(std::string path, bool direct)
-    : path_(std::move(path)), direct_(direct), fd_(open_for_reading(path_, direct)),
+    : path_(std::move(path)),
+      direct_(direct),
+      fd_(open_for_reading(path_, direct)),
       identity_(identity_of(fd_.get(), path_)) {}
 
 bool OpenFile::is_unchanged() const { return identity_of(fd_.get(), path_) == identity_; }

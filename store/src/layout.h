@@ -1,7 +1,7 @@
 // The bytes that the daemon and its clients share: docs/store_protocol.md section 2, as C++ types.
 //
-// store/protocol/ring_layout.py states the same numbers for Python; tests/store/test_native_layout.py compares the two.
-// Little-endian machines only (checked below), so the types are the wire format.
+// store/protocol/ring_layout.py states the same numbers for Python; tests/store/test_native_layout.py compares the
+// two. Little-endian machines only (checked below), so the types are the wire format.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,8 @@
 namespace k3::store {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the ring is little-endian");
-static_assert(std::atomic<uint32_t>::is_always_lock_free, "an index that takes a lock cannot lie in shared memory");
+static_assert(std::atomic<uint32_t>::is_always_lock_free,
+              "an index that takes a lock cannot lie in shared memory");
 
 constexpr uint64_t kPage = 4096;
 constexpr char kMagic[8] = {'K', '3', 'R', 'I', 'N', 'G', 0, 1};
@@ -43,11 +44,11 @@ enum class RingState : uint32_t { open = 1, closed = 2 };
 
 // Every index has a cache line of its own. Who may write which is in the comment; nobody else ever does.
 struct RingHeader {
-    char magic[8];                                   // daemon, once
-    uint32_t entries;                                // daemon, once
-    uint32_t zero;                                   // daemon, once
-    alignas(64) std::atomic<uint32_t> request_tail;  // client
-    alignas(64) std::atomic<uint32_t> request_head;  // daemon
+    char magic[8];                                      // daemon, once
+    uint32_t entries;                                   // daemon, once
+    uint32_t zero;                                      // daemon, once
+    alignas(64) std::atomic<uint32_t> request_tail;     // client
+    alignas(64) std::atomic<uint32_t> request_head;     // daemon
     alignas(64) std::atomic<uint32_t> completion_tail;  // daemon
     alignas(64) std::atomic<uint32_t> completion_head;  // client
     alignas(64) std::atomic<uint32_t> daemon_asleep;    // daemon
@@ -96,7 +97,8 @@ static_assert(offsetof(Request, layer) == 12 && offsetof(Request, expert) == 16)
 static_assert(offsetof(Request, generation) == 20 && offsetof(Request, zero_too) == 24);
 
 static_assert(sizeof(Completion) == 64 && alignof(Completion) == 8);
-static_assert(offsetof(Completion, tag) == 0 && offsetof(Completion, op) == 8 && offsetof(Completion, status) == 9);
+static_assert(offsetof(Completion, tag) == 0 && offsetof(Completion, op) == 8 &&
+              offsetof(Completion, status) == 9);
 static_assert(offsetof(Completion, source) == 10 && offsetof(Completion, zero) == 11);
 static_assert(offsetof(Completion, layer) == 12 && offsetof(Completion, expert) == 16);
 static_assert(offsetof(Completion, slot) == 20 && offsetof(Completion, generation) == 24);

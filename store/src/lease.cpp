@@ -10,8 +10,7 @@ namespace k3::store {
 namespace {
 
 struct Lease {
-    PyObject_HEAD
-    PyObject* layer;
+    PyObject_HEAD PyObject* layer;
     PyObject* expert;
     PyObject* payload;     // null once released
     PyObject* on_release;  // may be null, as `given`
@@ -19,8 +18,7 @@ struct Lease {
 };
 
 struct ReadyLeases {
-    PyObject_HEAD
-    PyObject* ready;  // a deque
+    PyObject_HEAD PyObject* ready;  // a deque
 };
 
 // The two types live as long as the interpreter.
@@ -59,7 +57,8 @@ PyObject* lease_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     }
     PyObject* const on_release = count == 4 ? PyTuple_GET_ITEM(args, 3) : Py_None;
     return new_lease(type, Py_NewRef(PyTuple_GET_ITEM(args, 0)), Py_NewRef(PyTuple_GET_ITEM(args, 1)),
-                     Py_NewRef(PyTuple_GET_ITEM(args, 2)), on_release == Py_None ? nullptr : Py_NewRef(on_release), nullptr);
+                     Py_NewRef(PyTuple_GET_ITEM(args, 2)), on_release == Py_None ? nullptr : Py_NewRef(on_release),
+                     nullptr);
 }
 
 int lease_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -94,7 +93,8 @@ void lease_dealloc(PyObject* self) {
 PyObject* lease_payload(PyObject* self, void*) {
     Lease* const lease = as_lease(self);
     if (lease->payload != nullptr) return Py_NewRef(lease->payload);
-    return PyErr_Format(PyExc_ValueError, "lease of layer %S, expert %S was released", lease->layer, lease->expert);
+    return PyErr_Format(PyExc_ValueError, "lease of layer %S, expert %S was released", lease->layer,
+                        lease->expert);
 }
 
 PyObject* lease_release(PyObject* self, PyObject*) {
@@ -107,7 +107,8 @@ PyObject* lease_release(PyObject* self, PyObject*) {
     if (on_release == nullptr) {
         Py_INCREF(result);
     } else {
-        PyObject* const answer = given == nullptr ? PyObject_CallNoArgs(on_release) : PyObject_Call(on_release, given, nullptr);
+        PyObject* const answer =
+            given == nullptr ? PyObject_CallNoArgs(on_release) : PyObject_Call(on_release, given, nullptr);
         result = answer == nullptr ? nullptr : Py_NewRef(Py_None);
         Py_XDECREF(answer);
     }
@@ -149,7 +150,8 @@ PyMethodDef lease_methods[] = {
 };
 
 PyType_Slot lease_slots[] = {
-    {Py_tp_doc, const_cast<char*>("One expert in RAM, on loan. A context manager: leaving it releases. Sources make them.")},
+    {Py_tp_doc,
+     const_cast<char*>("One expert in RAM, on loan. A context manager: leaving it releases. Sources make them.")},
     {Py_tp_new, reinterpret_cast<void*>(lease_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(lease_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(lease_traverse)},
@@ -160,7 +162,8 @@ PyType_Slot lease_slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec lease_spec = {"k3.store._store.Lease", sizeof(Lease), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, lease_slots};
+PyType_Spec lease_spec = {"k3.store._store.Lease", sizeof(Lease), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                          lease_slots};
 
 // ReadyLeases
 
@@ -198,7 +201,8 @@ PyObject* ready_next(PyObject* self) {
     PyObject* const ready = as_ready(self)->ready;
     const Py_ssize_t count = ready == nullptr ? 0 : PyObject_Size(ready);
     if (count < 0) return nullptr;
-    return count > 0 ? PyObject_CallMethodNoArgs(ready, popleft_name) : PyObject_CallMethodNoArgs(self, await_next_name);
+    return count > 0 ? PyObject_CallMethodNoArgs(ready, popleft_name)
+                     : PyObject_CallMethodNoArgs(self, await_next_name);
 }
 
 PyType_Slot ready_slots[] = {
@@ -246,10 +250,11 @@ nb::list make_leases(const std::vector<Completion>& granted, const LendTo& to) {
         nb::object payload = view_of(completion, to);
         const nb::object slot = checked(PyLong_FromUnsignedLong(completion.slot));
         const nb::object generation = checked(PyLong_FromUnsignedLong(completion.generation));
-        nb::object given = checked(PyTuple_Pack(4, to.request.ptr(), to.session.ptr(), slot.ptr(), generation.ptr()));
-        leases.append(checked(new_lease(lease_type, nb::object(layer).release().ptr(), nb::object(expert).release().ptr(),
-                                        payload.release().ptr(), nb::object(to.on_release).release().ptr(),
-                                        given.release().ptr())));
+        nb::object given =
+            checked(PyTuple_Pack(4, to.request.ptr(), to.session.ptr(), slot.ptr(), generation.ptr()));
+        leases.append(checked(new_lease(lease_type, nb::object(layer).release().ptr(),
+                                        nb::object(expert).release().ptr(), payload.release().ptr(),
+                                        nb::object(to.on_release).release().ptr(), given.release().ptr())));
     }
     // Only now that all of them are made: what failed before this is still awaited.
     for (nb::handle lease : leases) {

@@ -70,7 +70,8 @@ void clear_event(int fd) {
 
 namespace {
 
-constexpr uint64_t kHugePageMax = uint64_t{32} << 20;  // what is larger (arm64 with pages of 64 KiB) would be wasted
+constexpr uint64_t kHugePageMax = uint64_t{32}
+                                  << 20;  // what is larger (arm64 with pages of 64 KiB) would be wasted
 
 // Size of a huge page of shared memory; 0 when there are none.
 uint64_t huge_page_bytes() {
@@ -96,10 +97,12 @@ Mapping::Mapping(int fd, uint64_t bytes, bool writable, const std::string& what)
     }
     const uint64_t begin = reinterpret_cast<uint64_t>(room);
     const uint64_t at = slack == 0 ? 0 : (begin + huge - 1) / huge * huge;
-    void* memory = ::mmap(reinterpret_cast<void*>(at), bytes, protection, MAP_SHARED | (slack != 0 ? MAP_FIXED : 0), fd, 0);
+    void* memory =
+        ::mmap(reinterpret_cast<void*>(at), bytes, protection, MAP_SHARED | (slack != 0 ? MAP_FIXED : 0), fd, 0);
     const int error = errno;
     if (slack != 0) {
-        const uint64_t end = (at + bytes + kPage - 1) / kPage * kPage, room_end = (begin + bytes + slack + kPage - 1) / kPage * kPage;
+        const uint64_t end = (at + bytes + kPage - 1) / kPage * kPage,
+                       room_end = (begin + bytes + slack + kPage - 1) / kPage * kPage;
         if (memory == MAP_FAILED) {
             ::munmap(room, bytes + slack);
         } else {
@@ -125,7 +128,8 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 }
 
 void Mapping::keep_from_children() {
-    if (data_ != nullptr && ::madvise(data_, bytes_, MADV_DONTFORK) != 0) refuse(errno, "cannot keep a mapping from forked children");
+    if (data_ != nullptr && ::madvise(data_, bytes_, MADV_DONTFORK) != 0)
+        refuse(errno, "cannot keep a mapping from forked children");
 }
 
 void Mapping::reset() {
@@ -150,7 +154,8 @@ uint64_t available_bytes() {
 
 namespace {
 
-// Reserves small pages in [at, at + bytes) that are not there yet. In one call; a signal makes the kernel undo it all.
+// Reserves small pages in [at, at + bytes) that are not there yet. In one call; a signal makes the kernel undo it
+// all.
 void allocate(int fd, uint64_t at, uint64_t bytes, const std::string& name) {
     while (::fallocate(fd, 0, static_cast<off_t>(at), static_cast<off_t>(bytes)) != 0) {
         if (errno != EINTR) {
@@ -202,7 +207,8 @@ uint64_t reserve(int fd, uint64_t bytes, const std::string& name, const ReserveP
     // out-of-memory killer and not in an error.
     const uint64_t available = available_bytes();
     if (bytes > available) {
-        refuse(ENOMEM, std::to_string(bytes) + " bytes for " + name + ", " + std::to_string(available) + " are available");
+        refuse(ENOMEM,
+               std::to_string(bytes) + " bytes for " + name + ", " + std::to_string(available) + " are available");
     }
     // All of it now: memory that is missing must be an error here and not a SIGBUS under a read.
     constexpr uint64_t kStep = uint64_t{64} << 20;  // whole huge pages
@@ -225,7 +231,8 @@ Fd make_memfd(const std::string& name) {
     return fd;
 }
 
-SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers, const ReserveProgress& on_progress) {
+SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers,
+                         const ReserveProgress& on_progress) {
     SharedMemory shared;
     shared.fd = make_memfd(name);
     if (::ftruncate(shared.fd.get(), static_cast<off_t>(bytes)) != 0) {

@@ -34,12 +34,12 @@ private:
 };
 
 Fd duplicate(int fd);
-Fd make_event();  // an eventfd, not blocking
+Fd make_event();           // an eventfd, not blocking
 void ring_event(int fd);   // adds 1; never blocks on an eventfd that nobody else can reconfigure
 void clear_event(int fd);  // back to 0
 
-// A shared mapping of a descriptor that unmaps itself. A large one begins on a huge page's boundary, so that huge pages
-// below it are mapped as such.
+// A shared mapping of a descriptor that unmaps itself. A large one begins on a huge page's boundary, so that huge
+// pages below it are mapped as such.
 class Mapping {
 public:
     Mapping() = default;
@@ -62,14 +62,14 @@ private:
 // Told how many bytes are reserved so far; what it throws ends the reservation.
 using ReserveProgress = std::function<void(uint64_t done_bytes)>;
 
-// Makes every page of a memfd of this size present, and returns how many bytes of it are in huge pages: all whole ones
-// where the kernel gives them (MADV_COLLAPSE, Linux 6.1; also where shared memory gets none by itself). A direct read into
-// huge pages is pinned and described to the drive in a few parts instead of one for each 4 KiB; here it is twice as fast.
-// std::system_error with the byte at which memory was refused.
+// Makes every page of a memfd of this size present, and returns how many bytes of it are in huge pages: all whole
+// ones where the kernel gives them (MADV_COLLAPSE, Linux 6.1; also where shared memory gets none by itself). A
+// direct read into huge pages is pinned and described to the drive in a few parts instead of one for each 4 KiB;
+// here it is twice as fast. std::system_error with the byte at which memory was refused.
 uint64_t reserve(int fd, uint64_t bytes, const std::string& name, const ReserveProgress& on_progress);
 
-// An empty memfd that can be sealed, and that nobody can execute or make executable where the kernel knows that (Linux
-// 6.3; with vm.memfd_noexec=2 it makes no others).
+// An empty memfd that can be sealed, and that nobody can execute or make executable where the kernel knows that
+// (Linux 6.3; with vm.memfd_noexec=2 it makes no others).
 Fd make_memfd(const std::string& name);
 
 // A memfd of a fixed size with its memory reserved, mapped writable here; `sealed_readers` makes ours the last
@@ -79,7 +79,8 @@ struct SharedMemory {
     Mapping map;
     uint64_t huge_bytes = 0;
 };
-SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers, const ReserveProgress& on_progress = {});
+SharedMemory make_shared(const char* name, uint64_t bytes, bool sealed_readers,
+                         const ReserveProgress& on_progress = {});
 
 // Blocks every signal in the calling thread: signals are the interpreter's business.
 void block_signals();

@@ -44,7 +44,8 @@ void Policy::hold(Key key) {
 
 void Policy::unhold(Key key) {
     const auto found = holds_.find(key);
-    if (found == holds_.end() || found->second == 0) throw std::invalid_argument("unhold: this expert is not held");
+    if (found == holds_.end() || found->second == 0)
+        throw std::invalid_argument("unhold: this expert is not held");
     if (--found->second == 0) now_free(key);
 }
 
@@ -78,8 +79,8 @@ std::map<uint32_t, uint64_t> divide(uint64_t slots, const LayerCounts& counts) {
 
 namespace {
 
-// Keys in order of use, oldest first, each stamped with when that was. Held keys are kept out of it, so the front may
-// always go.
+// Keys in order of use, oldest first, each stamped with when that was. Held keys are kept out of it, so the front
+// may always go.
 class UseOrder {
 public:
     struct Entry {
@@ -261,7 +262,9 @@ private:
 class S3Fifo : public Policy {
 public:
     explicit S3Fifo(uint64_t capacity)
-        : Policy(capacity), small_target_(std::max<uint64_t>(1, capacity / 10)), ghosts_max_(capacity - capacity / 10) {}
+        : Policy(capacity),
+          small_target_(std::max<uint64_t>(1, capacity / 10)),
+          ghosts_max_(capacity - capacity / 10) {}
 
 protected:
     void touched(Key key, bool present) override {

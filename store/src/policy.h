@@ -1,11 +1,12 @@
-// Which experts stay in RAM: pure policies behind one interface. No I/O, no clock, no randomness, so the daemon, the
-// simulator and the property tests drive the same code and get the same answers.
+// Which experts stay in RAM: pure policies behind one interface. No I/O, no clock, no randomness, so the daemon,
+// the simulator and the property tests drive the same code and get the same answers.
 //
-// A policy holds keys, at most `capacity` of them, each of them either free to go or *held* (leased, pinned, or being
-// read). A held key is never evicted. What every policy promises:
+// A policy holds keys, at most `capacity` of them, each of them either free to go or *held* (leased, pinned, or
+// being read). A held key is never evicted. What every policy promises:
 //
 //   access(k)   true when k is in. Tells the policy that k was wanted just now, in or not.
-//   insert(k)   k was not in and is afterwards; `evicted` are the keys that left for it, none of them held, never k.
+//   insert(k)   k was not in and is afterwards; `evicted` are the keys that left for it, none of them held, never
+//   k.
 //               False, and nothing changed, when all `capacity` keys are held or pinned.
 //   evict_one() takes out the key that would leave next; false when none may leave.
 //   hold(k), unhold(k)  count; k must be in. remove(k) takes k out whatever its state (its read failed).
@@ -59,8 +60,8 @@ protected:
     explicit Policy(uint64_t capacity) : capacity_(capacity) {}
 
     virtual void touched(Key key, bool present) = 0;
-    // The key to evict before `incoming` comes in (nullptr: for no particular key). False when all are held. `must`
-    // says that there is no room; otherwise the policy may also decline.
+    // The key to evict before `incoming` comes in (nullptr: for no particular key). False when all are held.
+    // `must` says that there is no room; otherwise the policy may also decline.
     virtual bool choose(const Key* incoming, bool must, Key& victim) = 0;
     virtual void added(Key key) = 0;
     // `evicted` false: the key was removed, and nothing is to be remembered of it.
@@ -73,12 +74,14 @@ private:
     std::unordered_map<Key, uint32_t, KeyHash> holds_;
 };
 
-// "layer-lru"    room divided among the layers, least recently used first within each. A layer may exceed its share
+// "layer-lru"    room divided among the layers, least recently used first within each. A layer may exceed its
+// share
 //                while its keys are held or room is free; what exceeds is the first to go when others need room.
 // "lru"          one list over all layers.
 // "s3-fifo"      small and main queue (1 : 9) and a ghost list as long as main; frequency counts up to 3.
 // "least-stale"  a layer is visited when one of its experts is accessed after another layer's. First what was left
-//                unused for most visits of its own layer; of equals, what belongs to the layer that comes round last.
+//                unused for most visits of its own layer; of equals, what belongs to the layer that comes round
+//                last.
 // "pin-lru"      `pins` never leave once they are in; the rest is one LRU list.
 // In the lists that order by use, a key is newest at its last access and again at its last unhold.
 // std::invalid_argument for an unknown name or a capacity of 0.
@@ -87,8 +90,8 @@ std::unique_ptr<Policy> make_policy(const std::string& name, uint64_t capacity, 
 
 std::vector<std::string> policy_names();
 
-// Divides `slots` among layers as evenly as whole numbers allow, no layer getting more than it has experts; earlier
-// layers get the odd ones. The same as k3.store.local.eviction.divide.
+// Divides `slots` among layers as evenly as whole numbers allow, no layer getting more than it has experts;
+// earlier layers get the odd ones. The same as k3.store.local.eviction.divide.
 std::map<uint32_t, uint64_t> divide(uint64_t slots, const LayerCounts& counts);
 
 }  // namespace k3::store

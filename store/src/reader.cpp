@@ -70,8 +70,8 @@ bool Reader::call_off(Job& job) {
     std::vector<Read*> taken;
     for (PieceRead& piece : job.pieces) drives_[piece.root]->take_back(piece.reads, taken);
     call_off_steps_.fetch_add(job.reads, std::memory_order_relaxed);
-    // With all of them back nobody else knows of the job any more: a piece that waits for its second try has its reads
-    // in the queue, and whoever put them there has not touched the job since.
+    // With all of them back nobody else knows of the job any more: a piece that waits for its second try has its
+    // reads in the queue, and whoever put them there has not touched the job since.
     if (taken.size() == job.reads) return true;
     for (Read* read : taken) read_done(*read, kCalledOff);
     return false;
@@ -83,7 +83,8 @@ bool Reader::call_off_if_not_begun(Job& job) {
     call_off_steps_.fetch_add(job.reads, std::memory_order_relaxed);
     const auto is_queued = [&](PieceRead& piece) {
         if (piece.attempt != 1) return false;  // it waits for its second try: let it have that
-        return std::all_of(piece.reads.begin(), piece.reads.end(), [&](Read& r) { return drives_[piece.root]->is_queued(r); });
+        return std::all_of(piece.reads.begin(), piece.reads.end(),
+                           [&](Read& r) { return drives_[piece.root]->is_queued(r); });
     };
     if (!std::all_of(job.pieces.begin(), job.pieces.end(), is_queued)) return false;
     for (PieceRead& piece : job.pieces) {
@@ -184,7 +185,8 @@ void Reader::compare(PieceRead& piece) {
 }
 
 void Reader::attempt_over(Job& job, PieceRead& piece) {
-    if (piece.outcome == Status::ok || piece.attempt == kAttempts || job.called_off.load(std::memory_order_relaxed)) {
+    if (piece.outcome == Status::ok || piece.attempt == kAttempts ||
+        job.called_off.load(std::memory_order_relaxed)) {
         done_(job, piece);
         return;
     }

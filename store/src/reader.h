@@ -1,11 +1,12 @@
-// Reads experts into slots: spreads an expert's chunks over the drives that hold its pieces, checks digests, and reads a
-// piece that failed once more before it gives up.
+// Reads experts into slots: spreads an expert's chunks over the drives that hold its pieces, checks digests, and
+// reads a piece that failed once more before it gives up.
 //
-// Digests are computed by threads of their own (checkers), so that hashing never keeps a drive waiting, and of the chunks
-// as they arrive: a chunk that overtakes another waits for it in its place. One checker at a time has a piece.
+// Digests are computed by threads of their own (checkers), so that hashing never keeps a drive waiting, and of the
+// chunks as they arrive: a chunk that overtakes another waits for it in its place. One checker at a time has a
+// piece.
 //
-// A job belongs to its owner, who may not touch it between start() and the last `piece done`, except through promote()
-// and call_off(). Thread-safe.
+// A job belongs to its owner, who may not touch it between start() and the last `piece done`, except through
+// promote() and call_off(). Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -39,16 +40,17 @@ struct PieceRead {
 
     const PiecePlan plan;
     const uint32_t root;
-    uint64_t version = 0;  // of its file when the job was prepared
-    bool check = true;     // its digest is compared
+    uint64_t version = 0;     // of its file when the job was prepared
+    bool check = true;        // its digest is compared
     std::vector<Read> reads;  // in the order of the piece's bytes
     int attempt = 1;
     size_t reads_left = 0;
-    std::vector<bool> arrived;  // by read: its bytes are in place. Only for pieces that are checked, as what follows
-    size_t in_order = 0;        // reads that have arrived with all before them
-    size_t hashed = 0;          // reads of these that are in the digest
-    bool checking = false;      // a checker has it, or it waits for one
-    Xxh3Stream digest;          // not under the mutex: of the checker that has it
+    std::vector<bool>
+        arrived;            // by read: its bytes are in place. Only for pieces that are checked, as what follows
+    size_t in_order = 0;    // reads that have arrived with all before them
+    size_t hashed = 0;      // reads of these that are in the digest
+    bool checking = false;  // a checker has it, or it waits for one
+    Xxh3Stream digest;      // not under the mutex: of the checker that has it
 
     int error = 0;                // errno of the first read that failed
     uint64_t error_offset = 0;    // of that read, or of the piece when its digest is wrong
@@ -66,8 +68,8 @@ struct Job {
 struct ReaderOptions {
     bool uring = false;
     uint32_t depth = 4;  // reads in progress per drive
-    // Threads that compute digests; 0: one per drive, on at most half of the processors. One keeps up with a fast drive,
-    // and each that hashes is a processor that does not start the next read.
+    // Threads that compute digests; 0: one per drive, on at most half of the processors. One keeps up with a fast
+    // drive, and each that hashes is a processor that does not start the next read.
     uint32_t checkers = 0;
 };
 
@@ -86,8 +88,9 @@ public:
     void prepare(Job& job, const ExpertPlan& plan, const Files& files) const;
     void start(Job& job);
     void promote(Job& job);
-    // Nothing of the job begins from here on. True when nothing was in progress: then no piece is ever done. Otherwise
-    // each piece is done when what is in progress of it has ended, as cancelled if that is not all of the piece.
+    // Nothing of the job begins from here on. True when nothing was in progress: then no piece is ever done.
+    // Otherwise each piece is done when what is in progress of it has ended, as cancelled if that is not all of
+    // the piece.
     bool call_off(Job& job);
     // True when nothing of the job had begun: then no piece is ever done. Otherwise it goes on as if not asked.
     bool call_off_if_not_begun(Job& job);
@@ -104,7 +107,9 @@ private:
     void begin_attempt(PieceRead& piece) const;
     void set_check(PieceRead& piece, bool check) const;
     void arrive(PieceRead& piece, const Read& read);
-    bool has_more_to_hash(const PieceRead& piece) const { return piece.error == 0 && piece.in_order > piece.hashed; }
+    bool has_more_to_hash(const PieceRead& piece) const {
+        return piece.error == 0 && piece.in_order > piece.hashed;
+    }
     void hash(PieceRead& piece, uint64_t arrived_bytes);
     void compare(PieceRead& piece);
     static Status outcome_of(const PieceRead& piece);

@@ -132,8 +132,7 @@ void Server::handle(Client& client, const Request& request) {
         case Op::unpin:
             if (sound) unpin(client, {request.layer, request.expert});
             break;
-        default:
-            sound = false;
+        default: sound = false;
     }
     if (sound) return;
     Completion completion{};

@@ -1,21 +1,21 @@
-// The daemon's data plane: arena, slots, drives and the rings of all clients. No sockets and no meaning of files: whoever
-// makes a Server tells it what there is, then calls start().
+// The daemon's data plane: arena, slots, drives and the rings of all clients. No sockets and no meaning of files:
+// whoever makes a Server tells it what there is, then calls start().
 //
-// One lock (`mutex_`) guards all state. One service thread takes requests from the rings and hands out what the drives
-// have read; reads and digests run in the reader's threads, which only leave a note (`done_`) and never take the lock.
-// Control calls may come from any thread at any time and take the lock for a moment.
+// One lock (`mutex_`) guards all state. One service thread takes requests from the rings and hands out what the
+// drives have read; reads and digests run in the reader's threads, which only leave a note (`done_`) and never
+// take the lock. Control calls may come from any thread at any time and take the lock for a moment.
 //
-// No deadlock: `max_clients` * `quota` slots are promised, a quarter of the rest may be filled by prefetches (clients that
-// prefetch share it evenly), the remainder may be pinned, by clients and by the policy together. These sum to the number
-// of slots, and a client never holds or awaits more leases than its quota, so a demand read that finds no slot only ever
-// waits for reads that nobody wants any more, and those end by themselves.
+// No deadlock: `max_clients` * `quota` slots are promised, a quarter of the rest may be filled by prefetches
+// (clients that prefetch share it evenly), the remainder may be pinned, by clients and by the policy together.
+// These sum to the number of slots, and a client never holds or awaits more leases than its quota, so a demand
+// read that finds no slot only ever waits for reads that nobody wants any more, and those end by themselves.
 //
-// A read that nobody waits for any more is called off at once: what is queued of it never begins. What is in progress
-// owns its slot until it ends, so there are at most as many such slots as reads in progress (`depth` per drive) and
-// pieces being digested; those that were for a pin count as pins until then.
+// A read that nobody waits for any more is called off at once: what is queued of it never begins. What is in
+// progress owns its slot until it ends, so there are at most as many such slots as reads in progress (`depth` per
+// drive) and pieces being digested; those that were for a pin count as pins until then.
 //
-// What a client can write (its ring, its doorbells) is bounded in ring.h, server.cpp and at add_client(); a client that
-// breaks the rules is cut off and told of by violations().
+// What a client can write (its ring, its doorbells) is bounded in ring.h, server.cpp and at add_client(); a client
+// that breaks the rules is cut off and told of by violations().
 //
 // Sanitizers: `scripts/sanitize store address` and `scripts/sanitize store thread`.
 #pragma once
@@ -73,9 +73,11 @@ struct DriveStats {
 };
 
 struct ServerStats {
-    uint64_t hits, misses, joined, prefetch_hits, prefetch_wasted, prefetched, evictions, stale_releases, refused, failed;
+    uint64_t hits, misses, joined, prefetch_hits, prefetch_wasted, prefetched, evictions, stale_releases, refused,
+        failed;
     uint64_t checked_bytes, check_ns, faults;
-    uint64_t warming, pinned, pin_slots, prefetch_slots, unused_prefetches, flights, unwanted_flights, waiting_for_slot;
+    uint64_t warming, pinned, pin_slots, prefetch_slots, unused_prefetches, flights, unwanted_flights,
+        waiting_for_slot;
     uint64_t call_off_steps;
     SlotCounts slots;
     uint64_t open_files;
@@ -99,7 +101,8 @@ public:
 
     // Setting up; std::logic_error after start().
     uint32_t add_file(uint32_t root, const std::string& path, bool direct);
-    void set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces, std::vector<Record> records);
+    void set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+                   std::vector<Record> records);
     void start();
 
     int arena_fd() const { return arena_.fd.get(); }
@@ -117,8 +120,8 @@ public:
     std::vector<ClientId> violations();
     ServerStats stats();
 
-    // Reads experts at low priority into the cache / and keeps them there. Returns how many were queued, or pinned and
-    // queued; the rest is in already (or, when pinning, there is no room to pin more).
+    // Reads experts at low priority into the cache / and keeps them there. Returns how many were queued, or pinned
+    // and queued; the rest is in already (or, when pinning, there is no room to pin more).
     uint64_t warm(uint32_t layer, const std::vector<uint32_t>& experts);
     uint64_t pin(uint32_t layer, const std::vector<uint32_t>& experts);
     uint64_t unpin(uint32_t layer, const std::vector<uint32_t>& experts);
@@ -174,19 +177,19 @@ private:
         BusGuard guard;  // of `memory`
         DaemonRing ring;
         Fd request_doorbell, completion_doorbell;
-        std::unordered_map<uint32_t, uint32_t> leases;  // slot -> how many
+        std::unordered_map<uint32_t, uint32_t> leases;    // slot -> how many
         std::unordered_map<Key, uint32_t, KeyHash> pins;  // -> slot
-        std::deque<Prefetch> prefetches;  // that have no slot yet
-        uint64_t leased = 0;       // sum of leases
-        uint64_t waiting = 0;      // lease requests that were not answered yet
-        uint64_t prefetching = 0;  // in `prefetches`, or being read
-        std::unordered_set<Key, KeyHash> filling;  // prefetches of it that are being read
-        uint64_t owed = 0;         // completions that may still come: waiting, prefetching and pins under way
+        std::deque<Prefetch> prefetches;                  // that have no slot yet
+        uint64_t leased = 0;                              // sum of leases
+        uint64_t waiting = 0;                             // lease requests that were not answered yet
+        uint64_t prefetching = 0;                         // in `prefetches`, or being read
+        std::unordered_set<Key, KeyHash> filling;         // prefetches of it that are being read
+        uint64_t owed = 0;      // completions that may still come: waiting, prefetching and pins under way
         bool has_ring = false;  // not the control side's
         bool dirty = false;     // has completions that were not published
         bool stalled = false;   // does not read its completions
         bool dropped = false;
-        bool broken = false;    // to be dropped at the end of this turn
+        bool broken = false;  // to be dropped at the end of this turn
         uint64_t requests = 0, granted = 0, errors = 0, refused = 0, stale_releases = 0;
     };
 
@@ -259,8 +262,8 @@ private:
     std::unordered_map<Key, uint64_t, KeyHash> verified_;  // -> Flight::versions
     std::vector<ClientId> violations_;
     uint64_t filling_prefetches_ = 0, pinned_ = 0;
-    uint64_t hits_ = 0, misses_ = 0, joined_ = 0, prefetch_hits_ = 0, prefetched_ = 0, stale_releases_ = 0, refused_ = 0,
-             failed_ = 0;
+    uint64_t hits_ = 0, misses_ = 0, joined_ = 0, prefetch_hits_ = 0, prefetched_ = 0, stale_releases_ = 0,
+             refused_ = 0, failed_ = 0;
 
     std::mutex done_mutex_;
     std::vector<std::pair<Job*, PieceRead*>> done_;

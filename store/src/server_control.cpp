@@ -22,18 +22,21 @@ const ServerOptions& checked(const ServerOptions& o) {
     const auto need = [](bool holds, const std::string& what) {
         if (!holds) throw std::invalid_argument(what);
     };
-    need(o.slot_bytes > 0 && o.slot_bytes % kPage == 0, "slot_bytes must be whole pages, not " + text(o.slot_bytes));
+    need(o.slot_bytes > 0 && o.slot_bytes % kPage == 0,
+         "slot_bytes must be whole pages, not " + text(o.slot_bytes));
     need(o.slots >= 1 && o.slots <= kSlotsMax, "slots must be from 1 to 2^20, not " + text(o.slots));
     need(o.slot_bytes <= (uint64_t{1} << 62) / o.slots, "the arena would be too large");
-    need(o.max_clients >= 1 && o.max_clients <= kClientsMax, "max_clients must be from 1 to 64, not " + text(o.max_clients));
+    need(o.max_clients >= 1 && o.max_clients <= kClientsMax,
+         "max_clients must be from 1 to 64, not " + text(o.max_clients));
     need(o.entries >= 2 && o.entries <= kEntriesMax && (o.entries & (o.entries - 1)) == 0,
          "entries must be a power of two from 2 to 65536, not " + text(o.entries));
     need(o.quota >= 1 && o.quota <= o.entries / 2,
          "quota must be from 1 to half the ring's entries (" + text(o.entries / 2) + "), not " + text(o.quota));
-    need(uint64_t{o.max_clients} * o.quota <= o.slots,
-         text(o.max_clients) + " clients with " + text(o.quota) + " leases each need more than the " + text(o.slots) +
-             " slots there are");
-    need(o.reader.depth >= 1 && o.reader.depth <= 1024, "io_depth must be from 1 to 1024, not " + text(o.reader.depth));
+    need(uint64_t{o.max_clients} * o.quota <= o.slots, text(o.max_clients) + " clients with " + text(o.quota) +
+                                                           " leases each need more than the " + text(o.slots) +
+                                                           " slots there are");
+    need(o.reader.depth >= 1 && o.reader.depth <= 1024,
+         "io_depth must be from 1 to 1024, not " + text(o.reader.depth));
     need(o.reader.checkers <= 64, "checkers must be at most 64");
     need(o.open_files >= 1, "open_files must be at least 1");
     return o;
@@ -68,7 +71,8 @@ Server::Server(const ServerOptions& options, const ReserveProgress& on_reserved)
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = 0;
-    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) refuse(errno, "cannot watch an eventfd");
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0)
+        refuse(errno, "cannot watch an eventfd");
     auto control = std::make_unique<Client>();
     control->name = "control";
     clients_[0] = std::move(control);
@@ -76,16 +80,19 @@ Server::Server(const ServerOptions& options, const ReserveProgress& on_reserved)
 
 uint32_t Server::add_file(uint32_t root, const std::string& path, bool direct) {
     if (started_) throw std::logic_error("files are added before start()");
-    if (root > roots_direct_.size() || root >= 64) throw std::invalid_argument("roots are numbered from 0 without gaps, up to 64");
+    if (root > roots_direct_.size() || root >= 64)
+        throw std::invalid_argument("roots are numbered from 0 without gaps, up to 64");
     const uint32_t file = files_.add(root, path, direct);
     if (root == roots_direct_.size()) roots_direct_.push_back(true);
     if (!direct) roots_direct_[root] = false;
     return file;
 }
 
-void Server::set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces, std::vector<Record> records) {
+void Server::set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+                       std::vector<Record> records) {
     if (started_) throw std::logic_error("layers are set before start()");
-    catalog_.set_layer(layer, payload_bytes, std::move(pieces), std::move(records), files_.sizes(), options_.slot_bytes);
+    catalog_.set_layer(layer, payload_bytes, std::move(pieces), std::move(records), files_.sizes(),
+                       options_.slot_bytes);
 }
 
 void Server::start() {
@@ -100,13 +107,16 @@ void Server::start() {
         }
         if (asleep_.load(std::memory_order_seq_cst) == 1) ring_event(wake_.get());
     };
-    reader_ = std::make_unique<Reader>(options_.reader, static_cast<uint32_t>(roots_direct_.size()), files_, faults_, note);
+    reader_ = std::make_unique<Reader>(options_.reader, static_cast<uint32_t>(roots_direct_.size()), files_,
+                                       faults_, note);
     for (size_t i = 0; i < roots_direct_.size(); ++i) reader_->drives()[i]->counters.direct = roots_direct_[i];
     service_ = std::thread(&Server::serve, this);
     started_ = true;
 }
 
-std::string Server::backend() const { return reader_ ? reader_->backend() : options_.reader.uring ? "uring" : "threads"; }
+std::string Server::backend() const {
+    return reader_ ? reader_->backend() : options_.reader.uring ? "uring" : "threads";
+}
 
 std::string Server::notice() const { return reader_ ? reader_->notice() : ""; }
 
@@ -123,8 +133,8 @@ NewClient Server::add_client(const std::string& name) {
     header->state.store(static_cast<uint32_t>(RingState::open), std::memory_order_release);
     client->ring = DaemonRing(RingView::at(client->memory.map.data(), options_.entries));
     client->request_doorbell = make_event();
-    // The completion doorbell is a pipe, not an eventfd: whether an eventfd blocks is a property that both sides share, so
-    // a client could fill it, make it block, and stop the daemon in the middle of a write.
+    // The completion doorbell is a pipe, not an eventfd: whether an eventfd blocks is a property that both sides
+    // share, so a client could fill it, make it block, and stop the daemon in the middle of a write.
     int pipe[2];
     if (::pipe2(pipe, O_CLOEXEC | O_NONBLOCK) != 0) refuse(errno, "cannot make a pipe");
     NewClient made;
@@ -186,7 +196,8 @@ void Server::forget_waiters(Client& client) {
     const auto forget = [&](std::vector<Waiter>& waiters) {
         const auto mine = std::stable_partition(waiters.begin(), waiters.end(),
                                                 [&](const Waiter& waiter) { return waiter.client != client.id; });
-        const auto pins = std::count_if(mine, waiters.end(), [](const Waiter& waiter) { return waiter.op == Op::pin; });
+        const auto pins =
+            std::count_if(mine, waiters.end(), [](const Waiter& waiter) { return waiter.op == Op::pin; });
         const Forgotten forgotten{mine != waiters.end(), pins > 0};
         pinned_ -= static_cast<uint64_t>(pins);
         waiters.erase(mine, waiters.end());
@@ -223,7 +234,8 @@ ServerStats Server::stats() {
     if (!started_) return s;
     s.hits = hits_, s.misses = misses_, s.joined = joined_;
     s.prefetch_hits = prefetch_hits_, s.prefetch_wasted = slots_->wasted(), s.prefetched = prefetched_;
-    s.evictions = slots_->evictions(), s.stale_releases = stale_releases_, s.refused = refused_, s.failed = failed_;
+    s.evictions = slots_->evictions(), s.stale_releases = stale_releases_, s.refused = refused_,
+    s.failed = failed_;
     s.faults = faults_.fired();
     s.warming = clients_.at(0)->prefetching;
     s.pinned = pinned_, s.pin_slots = pin_slots_, s.prefetch_slots = prefetch_slots_;
@@ -237,8 +249,17 @@ ServerStats Server::stats() {
         s.call_off_steps = reader_->call_off_steps();
         for (const auto& drive : reader_->drives()) {
             const DriveCounters& c = drive->counters;
-            s.drives.push_back({c.reads, c.read_bytes, c.read_ns, drive->busy_ns(), drive->queued(), drive->in_flight(),
-                                drive->oldest_read_ns(), c.errors, c.damaged, c.re_reads, c.direct,
+            s.drives.push_back({c.reads,
+                                c.read_bytes,
+                                c.read_ns,
+                                drive->busy_ns(),
+                                drive->queued(),
+                                drive->in_flight(),
+                                drive->oldest_read_ns(),
+                                c.errors,
+                                c.damaged,
+                                c.re_reads,
+                                c.direct,
                                 {std::begin(c.read_classes), std::end(c.read_classes)}});
         }
     }
@@ -258,7 +279,8 @@ ServerStats Server::stats() {
 uint64_t Server::warm(uint32_t layer, const std::vector<uint32_t>& experts) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!started_ || closing_) throw std::logic_error("the server is not running");
-    if (prefetch_slots_ == 0) throw std::invalid_argument("every slot is promised to clients: there are none to warm with");
+    if (prefetch_slots_ == 0)
+        throw std::invalid_argument("every slot is promised to clients: there are none to warm with");
     Client& control = *clients_.at(0);
     for (const uint32_t expert : experts) {
         if (!catalog_.contains({layer, expert})) throw std::invalid_argument("no such expert");

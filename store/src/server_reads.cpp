@@ -33,9 +33,9 @@ bool Server::take_off(Key key, Kind kind, std::vector<Waiter>& waiters) {
     return true;
 }
 
-// Whether digests are compared. Always of a file that is not the one, or not as, it was at the start or when its bytes
-// were last compared: nobody has said anything about those bytes. (That it changed may be seen only when it is read; then
-// the reader compares.)
+// Whether digests are compared. Always of a file that is not the one, or not as, it was at the start or when its
+// bytes were last compared: nobody has said anything about those bytes. (That it changed may be seen only when it
+// is read; then the reader compares.)
 bool Server::must_check(const Flight& flight) const {
     if (options_.verify == Verify::always) return true;
     if (options_.verify == Verify::never) return flight.versions != flight.pieces.size();
@@ -45,7 +45,8 @@ bool Server::must_check(const Flight& flight) const {
 
 void Server::join(Flight& flight, const Waiter& waiter) {
     flight.waiters.push_back(waiter);
-    // A pin is in no hurry. It leaves a prefetch what it is: were the pin called off, nobody's share would have it.
+    // A pin is in no hurry. It leaves a prefetch what it is: were the pin called off, nobody's share would have
+    // it.
     if (flight.kind == Kind::demand || waiter.op == Op::pin) return;
     if (flight.kind == Kind::prefetch) ++prefetch_hits_;
     is_prefetch_no_more(flight);
@@ -124,8 +125,9 @@ void Server::fail(Flight& flight) {
     }
 }
 
-// The last one who waited for a flight has gone: no more of it is read than what is in progress, and if that is all of
-// the rest, it is kept. A pin's flight counts as pinned until it ends: pinning and unpinning in a loop gains no slot.
+// The last one who waited for a flight has gone: no more of it is read than what is in progress, and if that is
+// all of the rest, it is kept. A pin's flight counts as pinned until it ends: pinning and unpinning in a loop
+// gains no slot.
 void Server::nobody_waits_for(Key key, bool was_for_pin) {
     Flight& flight = *flights_.at(key);
     if (reader_->call_off(flight)) {
@@ -225,9 +227,10 @@ bool Server::make_prefetch_room(const Client& client, const Prefetch& wanted, bo
     return true;
 }
 
-// Whose unused prefetch makes room for one of `client`; nullptr when there is nobody's to take now. First those that
-// nobody can use any more; then those of the client that has most, as long as it then still has no less than `client`, so
-// that shares even out and stay even; else its own. Whoever has none at all may take one from anybody.
+// Whose unused prefetch makes room for one of `client`; nullptr when there is nobody's to take now. First those
+// that nobody can use any more; then those of the client that has most, as long as it then still has no less than
+// `client`, so that shares even out and stay even; else its own. Whoever has none at all may take one from
+// anybody.
 const ClientId* Server::prefetcher_to_displace(const Client& client) const {
     const ClientId* richest = nullptr;
     uint64_t most = 0;

@@ -4,9 +4,9 @@
 //   filling  a read writes it; the read holds it     -> ready when every piece is read and checked, free otherwise
 //   ready    complete, never written; leased or pinned while `holds` > 0, else only kept (cached)   -> free
 //
-// A slot that is not free is in the policy, and held there exactly while `holds` > 0: so only a slot that nobody reads or
-// writes is ever given to another expert. Its generation is raised whenever it begins to be filled.
-// Not thread-safe (the server's lock).
+// A slot that is not free is in the policy, and held there exactly while `holds` > 0: so only a slot that nobody
+// reads or writes is ever given to another expert. Its generation is raised whenever it begins to be filled. Not
+// thread-safe (the server's lock).
 #pragma once
 
 #include <list>

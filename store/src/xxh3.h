@@ -11,8 +11,8 @@ namespace k3::store {
 // The 16 bytes of the digest in canonical (big-endian) order. Thread-safe, allocates nothing.
 void xxh3_128(const uint8_t* data, size_t bytes, uint8_t digest[16]);
 
-// The same digest of bytes that lie in one place and arrive there from front to back: hashed as they come, nothing is
-// copied. Not thread-safe.
+// The same digest of bytes that lie in one place and arrive there from front to back: hashed as they come, nothing
+// is copied. Not thread-safe.
 class Xxh3Stream {
 public:
     Xxh3Stream(const uint8_t* data, size_t bytes) : data_(data), bytes_(bytes) {}
@@ -29,8 +29,9 @@ private:
     alignas(64) uint64_t sums_[8];
 };
 
-// What long inputs are hashed with: "avx512", "avx2" or "portable". All give the same digest. set_xxh3_variant is for
-// tests and returns false when this CPU cannot run it; digests that are being computed at that moment may use either.
+// What long inputs are hashed with: "avx512", "avx2" or "portable". All give the same digest. set_xxh3_variant is
+// for tests and returns false when this CPU cannot run it; digests that are being computed at that moment may use
+// either.
 std::string xxh3_variant();
 bool set_xxh3_variant(const std::string& name);
 

@@ -77,12 +77,9 @@ public:
 
     // Encoding, data and scales of a matrix.
     Matrix matrix(int64_t rows, int64_t columns) {
-        static const std::map<std::string, Encoding> encodings = {{"bf16", Encoding::BF16},
-                                                                  {"f16", Encoding::F16},
-                                                                  {"f32", Encoding::F32},
-                                                                  {"int8", Encoding::INT8},
-                                                                  {"int4", Encoding::INT4},
-                                                                  {"mxfp4", Encoding::MXFP4}};
+        static const std::map<std::string, Encoding> encodings = {
+            {"bf16", Encoding::BF16}, {"f16", Encoding::F16},   {"f32", Encoding::F32},
+            {"int8", Encoding::INT8}, {"int4", Encoding::INT4}, {"mxfp4", Encoding::MXFP4}};
         Matrix w = {encodings.at(text()), rows, columns, array<char>(), nullptr, nullptr};
         const char* scales = array<char>();
         if (w.encoding == Encoding::MXFP4)
@@ -202,8 +199,8 @@ std::string attended(Call& c) {
     const CacheType type = latent.word == "float32"   ? CacheType::F32
                            : latent.word == "float16" ? CacheType::F16
                                                       : CacheType::BF16;
-    const LatentCache cache = {type,           latent.block.get(), rope.block.get(),
-                               latent.shape[0], latent.shape[1],    rope.shape[1]};
+    const LatentCache cache = {
+        type, latent.block.get(), rope.block.get(), latent.shape[0], latent.shape[1], rope.shape[1]};
     const float scale = c.real();
     latent_attention(q_latent, q_rope, tokens, heads, cache, scale, c.floats());
     return "-";
@@ -296,8 +293,7 @@ void check(Call& call, int64_t number) {
             if (returned != call.returned) fail(where + ": returned " + returned + ", not " + call.returned);
             if (returned != "-" && returned != "-1") continue;  // refused: what it wrote is undefined
             for (size_t at = 0; at < call.arguments.size(); ++at) {
-                if (!same(call.arguments[at]))
-                    fail(where + ": other bytes in argument " + std::to_string(at));
+                if (!same(call.arguments[at])) fail(where + ": other bytes in argument " + std::to_string(at));
             }
         }
     }
@@ -310,10 +306,10 @@ Argument read_argument(std::istream& file, std::istringstream& line, const std::
     if (kind == "real") line >> argument.real;
     if (kind != "array") return argument;
     line >> argument.word;
-    size_t bytes = argument.word == "uint8"                                   ? 1
+    size_t bytes = argument.word == "uint8"                                  ? 1
                    : argument.word == "uint16" || argument.word == "float16" ? 2
-                   : argument.word == "float32"                               ? 4
-                                                                              : 8;
+                   : argument.word == "float32"                              ? 4
+                                                                             : 8;
     for (int64_t extent; line >> extent;) {
         argument.shape.push_back(extent);
         bytes *= static_cast<size_t>(extent);

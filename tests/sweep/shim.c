@@ -22,10 +22,53 @@
 #include <unistd.h>
 
 enum {
-    OPEN, READ, PREAD, WRITE, PWRITE, FSYNC, FDATASYNC, RENAME, LINK, UNLINK, MKDIR, STAT, FSTAT, STATVFS, MMAP,
-    MUNMAP, MSYNC, FTRUNCATE, FALLOCATE, FADVISE, CLOSE, FLOCK, FCNTL, OPENDIR, READDIR, MEMFD, SOCKET, BIND, LISTEN,
-    ACCEPT, CONNECT, SENDMSG, RECVMSG, EVENTFD, POLL, EPOLL, THREAD, MADVISE, AFFINITY, SYSCALL, CHMOD, LSEEK,
-    READLINK, RMDIR, PIPE, SOCKOPT, FUNCTIONS
+    OPEN,
+    READ,
+    PREAD,
+    WRITE,
+    PWRITE,
+    FSYNC,
+    FDATASYNC,
+    RENAME,
+    LINK,
+    UNLINK,
+    MKDIR,
+    STAT,
+    FSTAT,
+    STATVFS,
+    MMAP,
+    MUNMAP,
+    MSYNC,
+    FTRUNCATE,
+    FALLOCATE,
+    FADVISE,
+    CLOSE,
+    FLOCK,
+    FCNTL,
+    OPENDIR,
+    READDIR,
+    MEMFD,
+    SOCKET,
+    BIND,
+    LISTEN,
+    ACCEPT,
+    CONNECT,
+    SENDMSG,
+    RECVMSG,
+    EVENTFD,
+    POLL,
+    EPOLL,
+    THREAD,
+    MADVISE,
+    AFFINITY,
+    SYSCALL,
+    CHMOD,
+    LSEEK,
+    READLINK,
+    RMDIR,
+    PIPE,
+    SOCKOPT,
+    FUNCTIONS
 };
 
 struct shim {
@@ -61,9 +104,9 @@ static int strikes(int function) {
 #define RETURNS_NUMBER(function) \
     if (strikes(function)) return shared->number
 
-#define REAL(name, type, ...)                       \
-    static type (*real)(__VA_ARGS__);               \
-    if (!real) real = (type(*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
+#define REAL(name, type, ...)         \
+    static type (*real)(__VA_ARGS__); \
+    if (!real) real = (type (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
 
 #define WRAP(function, name, type, failure, parameters, arguments, ...) \
     type name parameters {                                              \
@@ -72,25 +115,25 @@ static int strikes(int function) {
         return real arguments;                                          \
     }
 
-#define WRAP_OPEN(name)                                  \
-    int name(const char* path, int flags, ...) {         \
+#define WRAP_OPEN(name)                             \
+    int name(const char* path, int flags, ...) {    \
+        va_list rest;                               \
+        va_start(rest, flags);                      \
+        mode_t mode = va_arg(rest, mode_t);         \
+        va_end(rest);                               \
+        REAL(#name, int, const char*, int, mode_t); \
+        FAILS(OPEN, -1);                            \
+        return real(path, flags, mode);             \
+    }
+#define WRAP_OPENAT(name)                                \
+    int name(int at, const char* path, int flags, ...) { \
         va_list rest;                                    \
         va_start(rest, flags);                           \
         mode_t mode = va_arg(rest, mode_t);              \
         va_end(rest);                                    \
-        REAL(#name, int, const char*, int, mode_t);      \
+        REAL(#name, int, int, const char*, int, mode_t); \
         FAILS(OPEN, -1);                                 \
-        return real(path, flags, mode);                  \
-    }
-#define WRAP_OPENAT(name)                                     \
-    int name(int at, const char* path, int flags, ...) {      \
-        va_list rest;                                         \
-        va_start(rest, flags);                                \
-        mode_t mode = va_arg(rest, mode_t);                   \
-        va_end(rest);                                         \
-        REAL(#name, int, int, const char*, int, mode_t);      \
-        FAILS(OPEN, -1);                                      \
-        return real(at, path, flags, mode);                   \
+        return real(at, path, flags, mode);              \
     }
 WRAP_OPEN(open)
 WRAP_OPEN(open64)
@@ -101,7 +144,8 @@ WRAP(OPEN, fopen64, FILE*, NULL, (const char* p, const char* m), (p, m), const c
 
 WRAP(READ, read, ssize_t, -1, (int fd, void* b, size_t n), (fd, b, n), int, void*, size_t)
 WRAP(PREAD, pread, ssize_t, -1, (int fd, void* b, size_t n, off_t o), (fd, b, n, o), int, void*, size_t, off_t)
-WRAP(PREAD, pread64, ssize_t, -1, (int fd, void* b, size_t n, off64_t o), (fd, b, n, o), int, void*, size_t, off64_t)
+WRAP(PREAD, pread64, ssize_t, -1, (int fd, void* b, size_t n, off64_t o), (fd, b, n, o), int, void*, size_t,
+     off64_t)
 #define VECTOR(function, name, offset)                                                                      \
     WRAP(function, name, ssize_t, -1, (int fd, const struct iovec* v, int n, offset o), (fd, v, n, o), int, \
          const struct iovec*, int, offset)
@@ -111,12 +155,12 @@ VECTOR(PWRITE, pwritev, off_t)
 VECTOR(PWRITE, pwritev64, off64_t)
 WRAP(PREAD, preadv2, ssize_t, -1, (int fd, const struct iovec* v, int n, off_t o, int f), (fd, v, n, o, f), int,
      const struct iovec*, int, off_t, int)
-WRAP(PREAD, preadv64v2, ssize_t, -1, (int fd, const struct iovec* v, int n, off64_t o, int f), (fd, v, n, o, f), int,
-     const struct iovec*, int, off64_t, int)
+WRAP(PREAD, preadv64v2, ssize_t, -1, (int fd, const struct iovec* v, int n, off64_t o, int f), (fd, v, n, o, f),
+     int, const struct iovec*, int, off64_t, int)
 WRAP(WRITE, write, ssize_t, -1, (int fd, const void* b, size_t n), (fd, b, n), int, const void*, size_t)
 WRAP(WRITE, writev, ssize_t, -1, (int fd, const struct iovec* v, int n), (fd, v, n), int, const struct iovec*, int)
-WRAP(PWRITE, pwrite, ssize_t, -1, (int fd, const void* b, size_t n, off_t o), (fd, b, n, o), int, const void*, size_t,
-     off_t)
+WRAP(PWRITE, pwrite, ssize_t, -1, (int fd, const void* b, size_t n, off_t o), (fd, b, n, o), int, const void*,
+     size_t, off_t)
 WRAP(PWRITE, pwrite64, ssize_t, -1, (int fd, const void* b, size_t n, off64_t o), (fd, b, n, o), int, const void*,
      size_t, off64_t)
 WRAP(FSYNC, fsync, int, -1, (int fd), (fd), int)
@@ -148,11 +192,11 @@ WRAP(STATVFS, statvfs, int, -1, (const char* p, struct statvfs* s), (p, s), cons
 WRAP(STATVFS, statvfs64, int, -1, (const char* p, struct statvfs64* s), (p, s), const char*, struct statvfs64*)
 
 /* Python takes its own memory in anonymous mappings of 1 MiB and less: those are malloc's business. */
-#define WRAP_MMAP(name, offset)                                                           \
-    void* name(void* at, size_t n, int protection, int flags, int fd, offset o) {         \
-        REAL(#name, void*, void*, size_t, int, int, int, offset);                         \
-        if (fd >= 0 || (flags & MAP_SHARED) || n > (1 << 20)) FAILS(MMAP, MAP_FAILED);    \
-        return real(at, n, protection, flags, fd, o);                                     \
+#define WRAP_MMAP(name, offset)                                                        \
+    void* name(void* at, size_t n, int protection, int flags, int fd, offset o) {      \
+        REAL(#name, void*, void*, size_t, int, int, int, offset);                      \
+        if (fd >= 0 || (flags & MAP_SHARED) || n > (1 << 20)) FAILS(MMAP, MAP_FAILED); \
+        return real(at, n, protection, flags, fd, o);                                  \
     }
 WRAP_MMAP(mmap, off_t)
 WRAP_MMAP(mmap64, off64_t)
@@ -166,20 +210,21 @@ WRAP(MADVISE, madvise, int, -1, (void* a, size_t n, int f), (a, n, f), void*, si
 WRAP(FTRUNCATE, ftruncate, int, -1, (int f, off_t n), (f, n), int, off_t)
 WRAP(FTRUNCATE, ftruncate64, int, -1, (int f, off64_t n), (f, n), int, off64_t)
 WRAP(FALLOCATE, fallocate, int, -1, (int f, int m, off_t o, off_t n), (f, m, o, n), int, int, off_t, off_t)
-WRAP(FALLOCATE, fallocate64, int, -1, (int f, int m, off64_t o, off64_t n), (f, m, o, n), int, int, off64_t, off64_t)
-#define NUMBERED(function, name, offset)                          \
-    int name(int fd, offset o, offset n) {                        \
-        REAL(#name, int, int, offset, offset);                    \
-        RETURNS_NUMBER(function);                                 \
-        return real(fd, o, n);                                    \
+WRAP(FALLOCATE, fallocate64, int, -1, (int f, int m, off64_t o, off64_t n), (f, m, o, n), int, int, off64_t,
+     off64_t)
+#define NUMBERED(function, name, offset)       \
+    int name(int fd, offset o, offset n) {     \
+        REAL(#name, int, int, offset, offset); \
+        RETURNS_NUMBER(function);              \
+        return real(fd, o, n);                 \
     }
 NUMBERED(FALLOCATE, posix_fallocate, off_t)
 NUMBERED(FALLOCATE, posix_fallocate64, off64_t)
-#define ADVISED(name, offset)                                     \
-    int name(int fd, offset o, offset n, int advice) {            \
-        REAL(#name, int, int, offset, offset, int);               \
-        RETURNS_NUMBER(FADVISE);                                  \
-        return real(fd, o, n, advice);                            \
+#define ADVISED(name, offset)                          \
+    int name(int fd, offset o, offset n, int advice) { \
+        REAL(#name, int, int, offset, offset, int);    \
+        RETURNS_NUMBER(FADVISE);                       \
+        return real(fd, o, n, advice);                 \
     }
 ADVISED(posix_fadvise, off_t)
 ADVISED(posix_fadvise64, off64_t)
@@ -191,22 +236,22 @@ int close(int fd) { /* the descriptor is gone, whatever close says */
     return result;
 }
 WRAP(FLOCK, flock, int, -1, (int f, int o), (f, o), int, int)
-#define WRAP_FCNTL(name)                           \
-    int name(int fd, int command, ...) {           \
-        va_list rest;                              \
-        va_start(rest, command);                   \
-        void* value = va_arg(rest, void*);         \
-        va_end(rest);                              \
-        REAL(#name, int, int, int, void*);         \
-        FAILS(FCNTL, -1);                          \
-        return real(fd, command, value);           \
+#define WRAP_FCNTL(name)                   \
+    int name(int fd, int command, ...) {   \
+        va_list rest;                      \
+        va_start(rest, command);           \
+        void* value = va_arg(rest, void*); \
+        va_end(rest);                      \
+        REAL(#name, int, int, int, void*); \
+        FAILS(FCNTL, -1);                  \
+        return real(fd, command, value);   \
     }
 WRAP_FCNTL(fcntl)
 WRAP_FCNTL(fcntl64)
 WRAP(OPENDIR, opendir, DIR*, NULL, (const char* p), (p), const char*)
 WRAP(OPENDIR, fdopendir, DIR*, NULL, (int f), (f), int)
-WRAP(READDIR, readdir, struct dirent*, NULL, (DIR* d), (d), DIR*)
-WRAP(READDIR, readdir64, struct dirent64*, NULL, (DIR* d), (d), DIR*)
+WRAP(READDIR, readdir, struct dirent*, NULL, (DIR * d), (d), DIR*)
+WRAP(READDIR, readdir64, struct dirent64*, NULL, (DIR * d), (d), DIR*)
 WRAP(READLINK, readlink, ssize_t, -1, (const char* p, char* b, size_t n), (p, b, n), const char*, char*, size_t)
 WRAP(LSEEK, lseek, off_t, -1, (int f, off_t o, int w), (f, o, w), int, off_t, int)
 WRAP(LSEEK, lseek64, off64_t, -1, (int f, off64_t o, int w), (f, o, w), int, off64_t, int)
@@ -221,25 +266,27 @@ WRAP(BIND, bind, int, -1, (int f, const struct sockaddr* a, socklen_t n), (f, a,
 WRAP(CONNECT, connect, int, -1, (int f, const struct sockaddr* a, socklen_t n), (f, a, n), int,
      const struct sockaddr*, socklen_t)
 WRAP(LISTEN, listen, int, -1, (int f, int n), (f, n), int, int)
-WRAP(ACCEPT, accept4, int, -1, (int f, struct sockaddr* a, socklen_t* n, int g), (f, a, n, g), int, struct sockaddr*,
-     socklen_t*, int)
-WRAP(SENDMSG, sendmsg, ssize_t, -1, (int f, const struct msghdr* m, int g), (f, m, g), int, const struct msghdr*, int)
-WRAP(SENDMSG, send, ssize_t, -1, (int f, const void* m, size_t n, int g), (f, m, n, g), int, const void*, size_t, int)
+WRAP(ACCEPT, accept4, int, -1, (int f, struct sockaddr* a, socklen_t* n, int g), (f, a, n, g), int,
+     struct sockaddr*, socklen_t*, int)
+WRAP(SENDMSG, sendmsg, ssize_t, -1, (int f, const struct msghdr* m, int g), (f, m, g), int, const struct msghdr*,
+     int)
+WRAP(SENDMSG, send, ssize_t, -1, (int f, const void* m, size_t n, int g), (f, m, n, g), int, const void*, size_t,
+     int)
 WRAP(RECVMSG, recvmsg, ssize_t, -1, (int f, struct msghdr* m, int g), (f, m, g), int, struct msghdr*, int)
 WRAP(RECVMSG, recv, ssize_t, -1, (int f, void* m, size_t n, int g), (f, m, n, g), int, void*, size_t, int)
-WRAP(SOCKOPT, setsockopt, int, -1, (int f, int a, int b, const void* v, socklen_t n), (f, a, b, v, n), int, int, int,
-     const void*, socklen_t)
+WRAP(SOCKOPT, setsockopt, int, -1, (int f, int a, int b, const void* v, socklen_t n), (f, a, b, v, n), int, int,
+     int, const void*, socklen_t)
 WRAP(SOCKOPT, getsockopt, int, -1, (int f, int a, int b, void* v, socklen_t* n), (f, a, b, v, n), int, int, int,
      void*, socklen_t*)
 WRAP(EVENTFD, eventfd, int, -1, (unsigned a, int b), (a, b), unsigned, int)
-WRAP(POLL, poll, int, -1, (struct pollfd* p, nfds_t n, int t), (p, n, t), struct pollfd*, nfds_t, int)
-WRAP(POLL, ppoll, int, -1, (struct pollfd* p, nfds_t n, const struct timespec* t, const sigset_t* s), (p, n, t, s),
-     struct pollfd*, nfds_t, const struct timespec*, const sigset_t*)
+WRAP(POLL, poll, int, -1, (struct pollfd * p, nfds_t n, int t), (p, n, t), struct pollfd*, nfds_t, int)
+WRAP(POLL, ppoll, int, -1, (struct pollfd * p, nfds_t n, const struct timespec* t, const sigset_t* s),
+     (p, n, t, s), struct pollfd*, nfds_t, const struct timespec*, const sigset_t*)
 WRAP(EPOLL, epoll_create1, int, -1, (int f), (f), int)
 WRAP(EPOLL, epoll_ctl, int, -1, (int f, int o, int g, struct epoll_event* e), (f, o, g, e), int, int, int,
      struct epoll_event*)
-WRAP(EPOLL, epoll_wait, int, -1, (int f, struct epoll_event* e, int n, int t), (f, e, n, t), int, struct epoll_event*,
-     int, int)
+WRAP(EPOLL, epoll_wait, int, -1, (int f, struct epoll_event* e, int n, int t), (f, e, n, t), int,
+     struct epoll_event*, int, int)
 WRAP(AFFINITY, sched_getaffinity, int, -1, (pid_t p, size_t n, cpu_set_t* s), (p, n, s), pid_t, size_t, cpu_set_t*)
 WRAP(AFFINITY, getrlimit, int, -1, (__rlimit_resource_t r, struct rlimit* l), (r, l), __rlimit_resource_t,
      struct rlimit*)

@@ -12,9 +12,9 @@ namespace K3_VARIANT {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kWide = 4;         // registers of columns taken together for four rows of p
-constexpr int kWideOne = 16;     // and for one
-constexpr int kScoreHeads = 4;   // queries whose scores are summed together
+constexpr int kWide = 4;        // registers of columns taken together for four rows of p
+constexpr int kWideOne = 16;    // and for one
+constexpr int kScoreHeads = 4;  // queries whose scores are summed together
 #else
 constexpr int kWide = 2;
 constexpr int kWideOne = 4;
@@ -23,7 +23,8 @@ constexpr int kScoreHeads = 1;
 constexpr int kScoreRows = 4;  // positions that they meet
 
 // HT rows of p and N registers of columns from k; only the last register may be partial (`left` columns, when
-// N is 1). Add: the sums are added to what `out` holds. The same columns of the rows `ahead` further on are fetched.
+// N is 1). Add: the sums are added to what `out` holds. The same columns of the rows `ahead` further on are
+// fetched.
 template <int HT, int N, bool Add, class Source>
 K3_INLINE void tile(const float* p, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end, int64_t k,
                     int64_t left, int64_t ahead, float* out, int64_t out_stride) {
@@ -160,7 +161,8 @@ K3_INLINE void score_whole_tile(const Scores& s, int64_t head, int64_t row) {
 
 K3_INLINE void score_one(const Scores& s, int64_t head, int64_t row) {
     F16 latent[1][1], rope[1][1];
-    products<1, 1>(s.q_latent + head * s.latent_width, s.latent + row * s.latent_width, s.latent_width, latent);
+    products<1, 1>(s.q_latent + head * s.latent_width, s.latent + row * s.latent_width, s.latent_width,
+                   latent);
     products<1, 1>(s.q_rope + head * s.rope_width, s.rope + row * s.rope_width, s.rope_width, rope);
     s.out[head * s.out_stride + row] = (sum(latent[0][0]) + sum(rope[0][0])) * s.scale;
 }

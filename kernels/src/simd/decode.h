@@ -45,8 +45,8 @@ K3_INLINE F16 from_bf16(const uint16_t* p) {
 }
 #endif
 
-// binary16 as float32, exact. Below the exponent of infinity the pattern, moved to float32's place and taken as
-// such, is too small by 2^112, subnormal numbers too.
+// binary16 as float32, exact. Below the exponent of infinity the pattern, moved to float32's place and taken
+// as such, is too small by 2^112, subnormal numbers too.
 #if defined(__AVX512F__)
 K3_INLINE F16 from_f16(const uint16_t* p) {
     return (F16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));

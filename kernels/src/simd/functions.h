@@ -27,8 +27,8 @@ void residual_mix(const float* const* entries, int count, int64_t begin, int64_t
 void kda_heads(const KdaHeads& a, int64_t begin, int64_t end, float* scratch);
 void weighted_sum(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
                   int64_t ahead, float* out, int64_t out_stride);
-void add_weighted(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride, int64_t count,
-                  int64_t columns, float* out, int64_t out_stride);
+void add_weighted(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride,
+                  int64_t count, int64_t columns, float* out, int64_t out_stride);
 void scores(const Scores& s);
 float greatest(const float* x, int64_t count);
 void widen(CacheType type, const void* from, int64_t count, float* to);

@@ -32,8 +32,8 @@ K3_INLINE Tile tile_in(float* scratch, int64_t dim) {
             stride};
 }
 
-// Convolution and SiLU of `count` tokens from `first` of one stream (0 q, 1 k, 2 v); its window moves on. Taps
-// is the number of taps, or 0 for any.
+// Convolution and SiLU of `count` tokens from `first` of one stream (0 q, 1 k, 2 v); its window moves on.
+// Taps is the number of taps, or 0 for any.
 template <int Taps>
 void convolve(const KdaHeads& a, int stream, const float* u, int64_t head, int64_t first, int64_t count,
               float* out, int64_t stride) {
@@ -79,9 +79,9 @@ void decays(const KdaHeads& a, int64_t head, int64_t first, int64_t count, float
     }
 }
 
-// One block of a head's memory: N registers of columns, of which `width` columns exist. In its place its rows lie
-// `dim` apart; between the first sweep of the first token and the last sweep of the last one it lies side by
-// side in `block`, where no two of its lines compete for a place in the L1 cache.
+// One block of a head's memory: N registers of columns, of which `width` columns exist. In its place its rows
+// lie `dim` apart; between the first sweep of the first token and the last sweep of the last one it lies side
+// by side in `block`, where no two of its lines compete for a place in the L1 cache.
 template <int N>
 struct Block {
     float* memory;
@@ -192,8 +192,8 @@ void kda_heads(const KdaHeads& a, int64_t begin, int64_t end, float* scratch) {
             for (int64_t t = 0; t < count; ++t) {
                 const float* read = tile.read + t * stride;
                 const int64_t row = (first + t) * width + head * a.dim;
-                const F16 factor = splat(
-                    1.0f / __builtin_sqrtf(square_sum(read, stride) / (float)a.dim + a.norm_eps));
+                const F16 factor =
+                    splat(1.0f / __builtin_sqrtf(square_sum(read, stride) / (float)a.dim + a.norm_eps));
                 for (int64_t c = 0; c < a.dim; c += kLanes) {
                     const int64_t left = a.dim - c;
                     const F16 normed = load_some(a.norm + c, left) * (load(read + c) * factor);

@@ -26,8 +26,8 @@ K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, 
     for (int r = 0; r < RT; ++r)
         for (int s = 0; s < ST; ++s) lane[r][s] = splat(0.0f);
     const int64_t whole = columns / kLanes * kLanes;
-    // A single row of x is as fast as memory: ask for the next RT rows of W in the order in which they lie, and
-    // where these are short for what comes later, or it would not be there in time.
+    // A single row of x is as fast as memory: ask for the next RT rows of W in the order in which they lie,
+    // and where these are short for what comes later, or it would not be there in time.
     constexpr bool kFetch = RT > 1 && ST == 1;
     uintptr_t next = 0;
     if constexpr (kFetch) {
@@ -36,7 +36,8 @@ K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, 
     }
     for (int64_t k = 0; k < whole; k += kLanes) {
         if (kFetch) {
-            for (int at = 0; at < RT * Source::kStepBytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(next + at), 0, 2);
+            for (int at = 0; at < RT * Source::kStepBytes; at += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(next + at), 0, 2);
             next += RT * Source::kStepBytes;
         }
         F16 part[ST];

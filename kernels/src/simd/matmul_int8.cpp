@@ -33,13 +33,13 @@ constexpr bool kSingle = false;
 #endif
 
 // Sixteen rows of W, the last of which may not exist. open() once, then group() and factor() for g = 0, 1,
-// ...; fetch_next(g) asks for as many bytes of the sixteen rows after them as group g has. word(v) is the word of
-// x, in the order of Activations, that meets vector v of a group.
+// ...; fetch_next(g) asks for as many bytes of the sixteen rows after them as group g has. word(v) is the
+// word of x, in the order of Activations, that meets vector v of a group.
 //
-// kTogether > 0: there is a shorter way for a single row of x. A register holds columns of one row of W, and adding up
-// what sixteen of them give takes fewer steps than transposing the weights; a second row of x would need all of it
-// again. single(g, x, next, total) adds the kTogether groups from g on to the totals of sixteen whole rows, and if
-// `next` fetches them for the rows after.
+// kTogether > 0: there is a shorter way for a single row of x. A register holds columns of one row of W, and
+// adding up what sixteen of them give takes fewer steps than transposing the weights; a second row of x would
+// need all of it again. single(g, x, next, total) adds the kTogether groups from g on to the totals of
+// sixteen whole rows, and if `next` fetches them for the rows after.
 struct TileInt8 {
     static constexpr int kWords = 16;  // vectors of a group
     static constexpr int kTogether = kSingle ? 1 : 0;
@@ -107,7 +107,8 @@ K3_INLINE void split(const RowInts* packed, const int8_t* table, RowInts* out) {
 
 struct TileInt4 {
     static constexpr int kWords = 16;
-    static constexpr int kTogether = 0;  // shorter in the caches, but slower as soon as weights come from memory
+    static constexpr int kTogether =
+        0;  // shorter in the caches, but slower as soon as weights come from memory
     static constexpr int word(int v) { return v / 2 + v % 2 * (kWords / 2); }
     static constexpr bool kBiased = kBiasedNibbles;
     const uint8_t* data;
@@ -208,7 +209,8 @@ struct TileMx {
         if (g % 16 == 0) take_exponents<true>(g);
         const __m512i front = _mm512_loadu_si512(x.q + g * kMxGroup);
         const __m512i back = _mm512_loadu_si512(x.q + g * kMxGroup + 64);
-        const __m512i q[2] = {_mm512_shuffle_i64x2(front, back, 0x88), _mm512_shuffle_i64x2(front, back, 0xdd)};
+        const __m512i q[2] = {_mm512_shuffle_i64x2(front, back, 0x88),
+                              _mm512_shuffle_i64x2(front, back, 0xdd)};
         const __m512i bias = _mm512_set1_epi8(12), none = _mm512_setzero_si512();
         // What the bias adds to each word, taken off.
         const __m512i begin =

@@ -87,14 +87,17 @@ K3_INLINE I16 larger_of(const I16& a, const I16& b) { return (I16)_mm512_max_epi
 
 // Quarter i of v[j] becomes quarter j of out[i].
 K3_INLINE void transpose_quarters(const __m512i* v, __m512i* out) {
-    const __m512i ab01 = _mm512_shuffle_i64x2(v[0], v[1], 0x44), ab23 = _mm512_shuffle_i64x2(v[0], v[1], 0xee);
-    const __m512i cd01 = _mm512_shuffle_i64x2(v[2], v[3], 0x44), cd23 = _mm512_shuffle_i64x2(v[2], v[3], 0xee);
+    const __m512i ab01 = _mm512_shuffle_i64x2(v[0], v[1], 0x44),
+                  ab23 = _mm512_shuffle_i64x2(v[0], v[1], 0xee);
+    const __m512i cd01 = _mm512_shuffle_i64x2(v[2], v[3], 0x44),
+                  cd23 = _mm512_shuffle_i64x2(v[2], v[3], 0xee);
     out[0] = _mm512_shuffle_i64x2(ab01, cd01, 0x88);
     out[1] = _mm512_shuffle_i64x2(ab01, cd01, 0xdd);
     out[2] = _mm512_shuffle_i64x2(ab23, cd23, 0x88);
     out[3] = _mm512_shuffle_i64x2(ab23, cd23, 0xdd);
 }
-// Of each quarter the sums of the words of v[0], v[1], v[2], v[3]. The words, and sums of two of them, fit 16 bits.
+// Of each quarter the sums of the words of v[0], v[1], v[2], v[3]. The words, and sums of two of them, fit 16
+// bits.
 K3_INLINE __m512i quarter_totals(const __m512i* v) {
     const __m512i one = _mm512_set1_epi16(1);
     const __m512i ab = _mm512_madd_epi16(_mm512_packs_epi32(v[0], v[1]), one);
