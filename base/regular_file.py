@@ -47,10 +47,10 @@ class RegularFile:
         try:
             self.size_bytes = _checked_size(path, os.fstat(self._descriptor), missing, advice)
         except OSError as error:
-            self.close()
+            self._give_up()
             raise drive_error("cannot look at", error, path, operation=Operation.LOOK) from error
         except K3Error:
-            self.close()
+            self._give_up()
             raise
 
     def read(self, offset: int, length: int) -> bytes:
@@ -85,11 +85,20 @@ class RegularFile:
             done += got
 
     def close(self) -> None:
-        """Give the descriptor back; closing twice is harmless, and so is a close that fails."""
+        """Close the descriptor; a second call does nothing. DriveError when the system reports a fault."""
         descriptor, self._descriptor = self._descriptor, -1  # a close that fails has closed all the same
         if descriptor >= 0:
-            with contextlib.suppress(OSError):
+            try:
                 os.close(descriptor)
+            except InterruptedError:
+                return  # Linux has closed the descriptor before it says so
+            except OSError as error:
+                raise drive_error("cannot close", error, self.path) from error
+
+    def _give_up(self) -> None:
+        """Close after an error that is already being raised: it says more than a close that fails as well."""
+        with contextlib.suppress(K3Error):
+            self.close()
 
     def __enter__(self) -> RegularFile:
         return self
@@ -100,7 +109,10 @@ class RegularFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._give_up()
 
 
 def regular_size(path: Path, missing: type[K3Error] = ShardError, advice: str | None = None) -> int:

@@ -205,7 +205,7 @@ def test_a_process_that_may_open_no_more_files_is_told(pair: tuple[socket.socket
     code = (
         "import os, resource, socket, sys\n"
         "from k3.base.errors import WireError\n"
-        "from k3.store import wire\n"
+        "from k3.store.protocol import wire\n"
         "end = socket.socket(fileno=int(sys.argv[1]))\n"
         "used = len(os.listdir('/proc/self/fd'))\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, used + 2))\n"

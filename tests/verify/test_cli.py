@@ -381,7 +381,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     """The real process and the real signal."""
     built = build_container(tmp_path / "home", experts=200)
     slow = (
-        "import os, time; from k3.verify import cli, bytes as b; run = b._Check._check_run\n"
+        "import os, time; from k3.verify import cli, digest_check as b; run = b._Check._check_run\n"
         "def slowly(self, *a): os.write(1, b'reading\\n'); time.sleep(0.2); run(self, *a)\n"
         "b._Check._check_run = slowly; b.CHUNK_BYTES = 1 << 15; cli.main()\n"
     )
