@@ -27,6 +27,7 @@ from k3.base.errors import DaemonError, K3Error, SocketError, WireError
 from k3.store.daemon.closer import Closer, Next, can_bring_descriptors, look
 from k3.store.daemon.fault_log import Faults
 from k3.store.daemon.listener import Listener
+from k3.store.daemon.log_output import PeerLog
 from k3.store.daemon.model_service import Service
 from k3.store.daemon.systemd import Notifier
 from k3.store.protocol import wire
@@ -84,6 +85,7 @@ class Daemon:
         self._census = Census.empty(Limits(service.max_clients, options.clients_per_user), self._owner)
         self._closer = Closer()
         self._faults = Faults()
+        self._peer_log = PeerLog()
         self._listener = Listener(
             claimed, self._selector, self._enter, lambda: not self._closer.is_full,
             refuses_descriptors=options.refuses_descriptors,
@@ -156,6 +158,7 @@ class Daemon:
         for connection in list(self._connections):
             if connection.client is None and now_s - connection.since_s > HELLO_S:
                 self._guarded(connection, self._refuse_silent)
+        self._peer_log.turn(now_s)
         lost = self._listener.look_after_path()
         if lost is not None and not self._census.clients.total() and self._failure is None:
             self._failure = lost  # unreachable, and of use to nobody
@@ -220,7 +223,9 @@ class Daemon:
         except K3Error as error:
             self._refuse(connection, error)
         except OSError as error:  # gone, or does not read what it asked for
-            _log.info("client %s dropped: %s", connection.name or connection.peer.pid, error.strerror)
+            self._peer_log.log(
+                logging.INFO, "client %s dropped: %s", connection.name or connection.peer.pid, error.strerror
+            )
             self._forget(connection)
 
     def _answer(self, connection: _Connection, message: wire.Message) -> None:
@@ -246,11 +251,13 @@ class Daemon:
             wire.send(connection.socket, welcome, invitation.descriptors)
         finally:
             invitation.grant.close()
-        _log.info("client %d is %s (process %d)", welcome.client, hello.name, connection.peer.pid)
+        self._peer_log.log(
+            logging.INFO, "client %d is %s (process %d)", welcome.client, hello.name, connection.peer.pid
+        )
 
     def _refuse(self, connection: _Connection, error: K3Error) -> None:
         """Say why, then end the connection."""
-        _log.warning("connection of process %d refused: %s", connection.peer.pid, error)
+        self._peer_log.log(logging.WARNING, "connection of process %d refused: %s", connection.peer.pid, error)
         with contextlib.suppress(OSError):
             wire.send(connection.socket, wire.refusal(error))
         self._forget(connection)
@@ -264,7 +271,7 @@ class Daemon:
             if connection.client is not None:
                 self._census.clients[connection.peer.uid] -= 1
                 self._service.remove_client(connection.client)
-                _log.info("client %d (%s) has gone", connection.client, connection.name)
+                self._peer_log.log(logging.INFO, "client %d (%s) has gone", connection.client, connection.name)
         finally:
             if connection.socket in self._selector.get_map():
                 self._census.connections[connection.peer.uid] -= 1
@@ -279,7 +286,7 @@ class Daemon:
                 self._guarded(connection, self._drop_violator)
 
     def _drop_violator(self, connection: _Connection) -> None:
-        _log.warning("client %s broke the ring's rules and is dropped", connection.client)
+        self._peer_log.log(logging.WARNING, "client %s broke the ring's rules and is dropped", connection.client)
         with contextlib.suppress(OSError):
             wire.send(connection.socket, wire.Goodbye("its ring was invalid"))
         self._forget(connection)

@@ -7,19 +7,18 @@ until everything is ready. Main thread only.
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import logging
-import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from k3.base.errors import SocketError
-from k3.base.safe_text import visible_text
 from k3.store.daemon.control_loop import Daemon, DaemonOptions
+from k3.store.daemon.log_output import JsonFormatter, LogOutput, PlainFormatter
 from k3.store.daemon.metrics_server import LOOPBACK, MetricsPlace, MetricsServer
 from k3.store.daemon.model_service import ServeSettings, Service
 from k3.store.daemon.systemd import FIRST_DESCRIPTOR, Notifier, Supervisor
@@ -48,8 +47,8 @@ class ServeOptions:
 
 def serve(options: ServeOptions, supervisor: Supervisor) -> None:
     """Serve until told to stop. K3Error when it cannot begin."""
-    _log_to_stderr(as_json=options.log_json)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_log_to_stderr(as_json=options.log_json))
         notifier = Notifier(supervisor)
         stack.callback(notifier.close)
         claimed = _socket(options, supervisor)
@@ -103,34 +102,19 @@ class _Progress:
             _log.info("%s", text)
 
 
-class _PlainFormatter(logging.Formatter):
-    """A record as lines of text in which nothing has power over a terminal."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible_text(super().format(record))
-
-
-class _JsonFormatter(logging.Formatter):
-    """A record as one JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields: Mapping[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-            "pid": os.getpid(),
-        }
-        if record.exc_info:
-            fields = {**fields, "traceback": self.formatException(record.exc_info)}
-        return json.dumps(fields)
-
-
-def _log_to_stderr(*, as_json: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if as_json else _PlainFormatter())
-    _log.handlers[:] = [handler]
+@contextlib.contextmanager
+def _log_to_stderr(*, as_json: bool) -> Iterator[None]:
+    """Log to stderr while inside; what is said after it can be written there at once."""
+    try:
+        stream: Any = io.FileIO(sys.stderr.fileno(), "w", closefd=False)
+    except io.UnsupportedOperation:  # a stream of a test, which has no descriptor
+        stream = sys.stderr.buffer
+    output = LogOutput(stream, JsonFormatter() if as_json else PlainFormatter(), sys.stderr.encoding)
+    _log.handlers[:] = [output]
     _log.setLevel(logging.INFO)
     _log.propagate = False
+    try:
+        yield
+    finally:
+        output.close()
+        _log.removeHandler(output)
