@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from k3.base.errors import NotAContainerError, UnsupportedError
+from k3.base.presence import is_there
 from k3.container.layout import JOURNAL_NAME
 from k3.model.kinds import MANIFEST_NAME
 
@@ -14,12 +15,13 @@ def find_home(directories: Sequence[Path], named: Path | None) -> Path:
     """The home of the container to serve.
 
     `named` wins. Else exactly one of `directories` must hold a manifest (or an unfinished repack's journal, which
-    opening will name). NotAContainerError for none, UnsupportedError for several.
+    opening will name). NotAContainerError for none, UnsupportedError for several, DriveError for a directory that
+    cannot be looked into.
     """
     if named is not None:
         return named
-    homes = [path for path in directories if (path / MANIFEST_NAME).exists()]
-    homes = homes or [path for path in directories if (path / JOURNAL_NAME).exists()]
+    homes = [path for path in directories if is_there(path / MANIFEST_NAME)]
+    homes = homes or [path for path in directories if is_there(path / JOURNAL_NAME)]
     if not homes:
         shown = ", ".join(map(str, directories)) or "no directory at all"
         raise NotAContainerError(

@@ -36,6 +36,10 @@ from k3.store.protocol.socket_file import ClaimedSocket
 
 HELLO_S = 10.0
 TICK_S = 1.0
+DRAIN_LOOK_S = 0.25
+END_PATIENCE_S = 20.0
+"""Time that a supervisor is asked for while reads are let finish, each time anew."""
+
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _log = logging.getLogger("k3.store")
@@ -120,9 +124,9 @@ class Daemon:
                 os.close(self._says_stop)
 
     def stop(self, reason: str) -> None:
-        """End after the current turn. From any thread or a signal handler, while `run` runs."""
+        """End after the current turn; called again, wait for no read. From any thread or a signal handler."""
+        self._reasons.append(reason)
         if not self._stop_because:
-            self._reasons.append(reason)
             with contextlib.suppress(BlockingIOError):
                 os.write(self._says_stop, b"x")
 
@@ -159,7 +163,11 @@ class Daemon:
             if connection.client is None and now_s - connection.since_s > HELLO_S:
                 self._guarded(connection, self._refuse_silent)
         self._peer_log.turn(now_s)
-        lost = self._listener.look_after_path()
+        try:
+            lost = self._listener.look_after_path()
+        except Exception as error:  # clients that are there need no path
+            self._faults.note("a look at the socket's path", error)
+            return
         if lost is not None and not self._census.clients.total() and self._failure is None:
             self._failure = lost  # unreachable, and of use to nobody
             self.stop("the socket's path is lost")
@@ -336,12 +344,25 @@ class Daemon:
         self._stop_because = self._reasons[0]
 
     def _end(self) -> None:
-        """Grant nothing new, let reads under way finish, for at most `drain_s`."""
+        """Grant nothing new, let reads finish, for at most `drain_s`, or until told to stop once more."""
         _log.info("%s: ending", self._stop_because)
         self._notifier.stopping(f"{self._stop_because}: letting reads finish")
         self._listener.withdraw()
-        if not self._service.drain(self._options.drain_s):
-            _log.warning("reads were still under way after %g s", self._options.drain_s)
+        told = len(self._reasons)
+        began_s = time.monotonic()
+        left_s = self._options.drain_s
+        # In short pieces: a signal handler runs between two of them, and the supervisor hears that we live.
+        while not self._service.drain(min(DRAIN_LOOK_S, left_s)):
+            waited_s = time.monotonic() - began_s
+            left_s = max(0.0, self._options.drain_s - waited_s)
+            if len(self._reasons) > told:
+                _log.warning("%s again: reads are still under way after %.1f s", self._reasons[-1], waited_s)
+                return
+            if left_s == 0:
+                _log.warning("reads were still under way after %g s", self._options.drain_s)
+                return
+            self._notifier.extend(END_PATIENCE_S)
+            self._notifier.watchdog()
 
     def _close_all(self, reason: str) -> None:
         for connection in list(self._connections):

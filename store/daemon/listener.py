@@ -6,7 +6,6 @@ again; connections that are there already notice nothing. Belongs to the control
 
 from __future__ import annotations
 
-import errno
 import logging
 import selectors
 import socket
@@ -21,8 +20,6 @@ BACKLOG = 64
 ACCEPT_PAUSE_S = 0.2
 MISSES_MAX = 10
 """Looks in a row that find the path lost before a daemon without clients ends."""
-
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _log = logging.getLogger("k3.store")
 
@@ -129,9 +126,7 @@ class Listener:
             connection, _ = self._claimed.socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
+        except OSError as error:  # no room for one more descriptor, or something that is wrong with this socket
             self._pause_because(error.strerror or str(error))
             return
         self._problem = ""

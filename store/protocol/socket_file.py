@@ -42,9 +42,20 @@ def default_path(runtime_directory: str | None) -> Path:
 
 
 def usual_path(runtime_directory: str | None) -> Path:
-    """Where a client looks: the user's own daemon if there is a socket, else the system's if there is one."""
+    """Where a client looks: the user's own daemon if there is a socket, else the system's if there is one.
+
+    A place that this user may not look into is none: after `su`, XDG_RUNTIME_DIR may still be another user's.
+    """
     own, system = default_path(runtime_directory), default_path(None)
-    return system if system.exists() and not own.exists() else own
+    return system if _can_be_seen(system) and not _can_be_seen(own) else own
+
+
+def _can_be_seen(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def check_length(path: Path) -> None:
@@ -192,17 +203,40 @@ def _bind(path: Path, kind: int, mode: int, group: int | None) -> tuple[socket.s
         _remove_stale(path)
         bound = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
         try:
+            os.fchmod(bound.fileno(), mode)  # the file that bind makes has this mode, less the umask
             bound.bind(os.fspath(path))
-            if group is not None:
-                os.chown(path, -1, group)
-            path.chmod(mode)
-            status = os.lstat(path)
+            identity = _give_rights(path, mode, group)
         except BaseException:
             bound.close()
             raise
     except OSError as error:
         raise _refused("cannot be made", error, path) from error
-    return bound, (status.st_dev, status.st_ino)
+    return bound, identity
+
+
+def _give_rights(path: Path, mode: int, group: int | None) -> tuple[int, int]:
+    """Give a socket that was just bound its group and mode. Returns which file it is.
+
+    Whoever may write the directory can put something else at the path before we look, also a link: nothing but a
+    socket of this user is touched. SocketError when that is not what lies there.
+    """
+    found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(found)
+        if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
+            raise SocketError(
+                "the socket was replaced by others as soon as it was made",
+                path=path,
+                advice="Choose a --socket in a directory that nobody else may write",
+            )
+        itself = f"/proc/self/fd/{found}"
+        if group is not None and status.st_gid != group:
+            os.chown(itself, -1, group)
+        if stat.S_IMODE(status.st_mode) != mode:
+            os.chmod(itself, mode)  # noqa: PTH101 - a name of the kernel's, not a path
+    finally:
+        os.close(found)
+    return status.st_dev, status.st_ino
 
 
 def _lock_path(path: Path) -> Path:
@@ -210,29 +244,52 @@ def _lock_path(path: Path) -> Path:
 
 
 def _lock(path: Path) -> int:
-    """An exclusive lock beside the socket. SocketError when somebody has it."""
+    """An exclusive lock beside the socket. SocketError when somebody has it, or that file is no lock file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    place = _lock_path(path)
     try:
-        lock = os.open(_lock_path(path), flags, 0o600)
+        lock = os.open(place, flags, 0o600)
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM) and os.path.lexists(place):
+            raise SocketError(
+                "another user's lock file lies beside the socket's path",
+                path=place,
+                advice="Remove it if no k3-store of that user serves there, or choose another --socket",
+            ) from error
         raise _refused("cannot be locked", error, path) from error
     try:
+        owner = _written_owner(lock, place)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        owner = _written_pid(lock)
         os.close(lock)
         if error.errno != errno.EWOULDBLOCK:
             raise _refused("cannot be locked", error, path) from error
         raise already_served(owner, path) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except SocketError:
+        os.close(lock)
+        raise
+    with contextlib.suppress(OSError):  # a full disk: the number is for people, and the lock is what counts
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
 
 
-def _written_pid(lock: int) -> str:
-    """The owner's process as it wrote it, for a message only."""
-    text = os.pread(lock, 20, 0).strip()
-    return f" (process {text.decode()})" if text.isdigit() else ""
+def _written_owner(lock: int, place: Path) -> str:
+    """The owner's process as it wrote it, for a message only. SocketError for a file that is no lock file.
+
+    Its content is about to be replaced, so it must not be anybody's: neither a file of another purpose nor a link
+    to one.
+    """
+    status = os.fstat(lock)
+    text = os.pread(lock, 20, 0) if stat.S_ISREG(status.st_mode) else b""
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1 and status.st_size < 20
+    if not is_ours or not (text.strip().isdigit() or not text):
+        raise SocketError(
+            "something that is no lock file of k3-store lies beside the socket's path, and was left alone",
+            path=place,
+            advice="Move it away, or choose another --socket",
+        )
+    return f" (process {text.strip().decode()})" if text else ""
 
 
 def _remove_stale(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,11 +21,13 @@ from k3.store.client.socket_link import Link, ask_status, connect
 from k3.store.daemon import control_loop as daemon_module
 from k3.store.daemon import listener as listener_module
 from k3.store.daemon.closer import Closer, Next, look, refuse_descriptors
+from k3.store.daemon.systemd import Notifier, Supervisor
 from k3.store.protocol import wire
 from k3.store.protocol.peer import Peer
-from k3.store.protocol.socket_file import claim
+from k3.store.protocol.socket_file import ClaimedSocket, claim
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages, wait_until
+from tests.support.faults import STALL_MS
 from tests.support.lingering import lingering
 
 
@@ -305,7 +308,92 @@ def test_a_path_that_is_lost_ends_the_daemon_once_nobody_is_attached(
         assert path.read_text() == "precious"
 
 
+def test_a_look_at_the_path_that_goes_wrong_ends_nothing(daemon: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> bool:
+        raise OSError(errno.EIO, "the drive of the socket's directory has gone")
+
+    source = DaemonSource(daemon.socket)
+    with monkeypatch.context() as patch:
+        patch.setattr(ClaimedSocket, "is_in_place", broken)
+        wait_until(lambda: daemon.status()["internal_errors"] > 0)
+    assert lease_all(source)
+    source.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM, errno.EPROTO, errno.EINVAL])
+def test_a_connection_that_cannot_be_accepted_ends_nothing(
+    daemon: Inside, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """Whatever the reason: a security module may refuse a single one."""
+    source = DaemonSource(daemon.socket)
+    listener = daemon.daemon._listener
+    real = listener._claimed.socket
+    listener._claimed.socket = cast(socket.socket, Unwilling(real, number))
+    connection = connect(daemon.socket)
+    wait_until(lambda: f"cannot accept a connection: {os.strerror(number)}" in caplog.text)
+    assert lease_all(source)
+    listener._claimed.socket = real
+    wire.send(connection, wire.StatusRequest())
+    connection.settimeout(30)
+    assert isinstance(wire.receive(connection), wire.Status)
+    assert caplog.text.count("cannot accept") == 1, "once, however often it is tried"
+    connection.close()
+    source.close()
+
+
+class Unwilling:
+    """A listening socket that accepts nobody."""
+
+    def __init__(self, real: socket.socket, number: int) -> None:
+        self._real, self._number = real, number
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        raise OSError(self._number, os.strerror(self._number))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
 # Signals
+
+
+def test_a_second_signal_waits_for_no_read(built: Built, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="k3.store")
+    with daemon_inside(tmp_path / "s", built.directories, drain_s=3600) as inside:
+        inside.server.inject("stall", argument=STALL_MS)
+        source = DaemonSource(inside.socket, reconnect_s=0)
+        stream = source.lease(1, [0])
+        wait_until(lambda: inside.server.stats()["reading"] > 0)
+        inside.daemon.stop("SIGTERM")
+        wait_until(lambda: "SIGTERM: ending" in caplog.text)
+        inside.daemon.stop("SIGINT")
+        with pytest.raises(DaemonError, match="clos"):
+            next(stream)
+        assert inside.server.stats()["reading"] == 1
+        assert "SIGINT again: reads are still under way" in caplog.text
+        source.close()
+
+
+def test_a_supervisor_hears_of_a_daemon_that_lets_reads_finish(built: Built, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(str(tmp_path / "notify"))
+        notify.settimeout(60)
+        with daemon_inside(tmp_path / "s", built.directories, drain_s=3600) as inside:
+            inside.server.inject("stall", argument=STALL_MS)
+            source = DaemonSource(inside.socket, reconnect_s=0)
+            stream = source.lease(1, [0])
+            wait_until(lambda: inside.server.stats()["reading"] > 0)
+            inside.daemon._notifier = Notifier(Supervisor(str(tmp_path / "notify")))
+            inside.daemon.stop("SIGTERM")
+            said: list[str] = []
+            while said[-2:] != ["EXTEND_TIMEOUT_USEC=20000000", "WATCHDOG=1"]:
+                said.append(notify.recv(4096).decode())
+            assert any(text.startswith("STOPPING=1") for text in said)
+            inside.server.clear_faults()
+            for lease in stream:
+                lease.release()
+            source.close()
+            inside.daemon._notifier.close()
 
 
 def test_a_hangup_ends_it_with_a_word(built: Built, tmp_path: Path) -> None:

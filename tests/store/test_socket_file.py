@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from k3.store.daemon import serve
 from k3.store.daemon.model_service import ServeSettings
 from k3.store.daemon.serve import ServeOptions
 from k3.store.daemon.systemd import Supervisor
+from k3.store.protocol import socket_file
 from k3.store.protocol.path_guard import guard_name
 from k3.store.protocol.socket_file import adopt, check_length, claim, default_path, usual_path
 
@@ -116,6 +118,85 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(SocketError, match="cannot be locked"):
         claim(tmp_path / "s")
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("kind", ["file of a user", "second name of a file", "pipe", "directory"])
+def test_what_is_no_lock_file_is_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    lock, precious = tmp_path / "s.lock", tmp_path / "precious"
+    precious.write_text("1234\n")
+    if kind == "file of a user":
+        lock.write_text('version = "1.0"\n')
+    elif kind == "second name of a file":
+        lock.hardlink_to(precious)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.mkdir()
+    before = os.lstat(lock)
+    with pytest.raises(SocketError, match="no lock file" if kind != "directory" else "cannot be locked"):
+        claim(tmp_path / "s")
+    assert os.lstat(lock) == before
+    assert precious.read_text() == "1234\n"
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_lock_file_on_a_full_disk_is_a_lock_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    claimed = claim(tmp_path / "s")
+    (tmp_path / "s.lock").unlink()
+    assert claimed.restore() is None
+    assert claimed.is_in_place()
+    monkeypatch.undo()
+    with pytest.raises(SocketError, match="another k3-store"):
+        claim(tmp_path / "s")
+    claimed.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_lock_file_of_another_user_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "s.lock").touch(0o600)
+    tmp_path.chmod(0o777)
+    for parent in (tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(parent.stat().st_mode | 0o011)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(SocketError, match=r"another user's lock file") as raised:
+            claim(tmp_path / "s")
+    finally:
+        os.seteuid(0)
+    assert raised.value.path == str(tmp_path / "s.lock")
+    assert "Remove it" in (raised.value.advice or "")
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
+def test_the_mode_is_the_one_asked_for_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        for mode in (0o600, 0o660):
+            claimed = claim(tmp_path / f"s{mode}", mode=mode, group=os.getgid())
+            assert stat.S_IMODE(claimed.path.stat().st_mode) == mode
+            claimed.close()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_others_put_in_the_socket_s_place_gets_no_rights(tmp_path: Path, kind: str) -> None:
+    """Between the binding of the socket and the setting of its mode."""
+    precious, path = tmp_path / "precious", tmp_path / "s"
+    precious.touch(0o600)
+    if kind == "link":
+        path.symlink_to(precious)
+    else:
+        path.hardlink_to(precious)
+    with pytest.raises(SocketError, match="replaced by others"):
+        socket_file._give_rights(path, 0o660, os.getgid())
+    assert stat.S_IMODE(precious.stat().st_mode) == 0o600
 
 
 def test_a_socket_that_was_replaced_is_not_removed(tmp_path: Path) -> None:
@@ -271,3 +352,15 @@ def test_default_places(tmp_path: Path) -> None:
     assert default_path("/run/user/1000") == Path("/run/user/1000/k3-store/k3-store.sock")
     assert default_path(None) == default_path("") == Path("/run/k3-store/k3-store.sock")
     assert usual_path(str(tmp_path)) == tmp_path / "k3-store" / "k3-store.sock"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_place_of_another_user_is_none(tmp_path: Path) -> None:
+    """After `su`, XDG_RUNTIME_DIR is still the other user's."""
+    place = tmp_path / "run"
+    place.mkdir(0o700)
+    os.seteuid(65534)
+    try:
+        assert usual_path(str(place)) == place / "k3-store" / "k3-store.sock"
+    finally:
+        os.seteuid(0)
