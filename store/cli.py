@@ -57,10 +57,17 @@ class _MetricsPlace(click.ParamType["int | Path"]):
             return value
         kind, _, path = str(value).partition(":")
         if kind == "unix" and path:
-            return Path(path).expanduser()
+            return self._expanded(path, param, ctx)
         if not (value.isascii() and value.isdecimal() and len(value) < 6 and int(value) < 65536):
-            self.fail(f"{value!r} is neither a port from 0 to 65535 nor unix:PATH", param, ctx)
+            self.fail(f"{short(value)} is neither a port from 0 to 65535 nor unix:PATH", param, ctx)
         return int(value)
+
+    def _expanded(self, path: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path with a leading ~ replaced, which no shell does after `unix:`."""
+        try:
+            return Path(path).expanduser()
+        except RuntimeError:
+            self.fail(f"{short(path)}: there is no such home directory; write ./~ for a name", param, ctx)
 
 
 def _socket_option(command: _F) -> _F:
@@ -195,7 +202,7 @@ def status(socket: Path | None, as_json: bool) -> None:
 @_socket_option
 @_json_option
 def ps(socket: Path | None, as_json: bool) -> None:
-    """Engines attached to a running daemon, and what they hold."""
+    """Engines attached to a running daemon, what they hold, and the reads that keep them waiting."""
 
     def body() -> None:
         from k3.store.client.socket_link import ask_status
@@ -203,7 +210,8 @@ def ps(socket: Path | None, as_json: bool) -> None:
 
         found = ask_status(_socket(socket))
         if as_json:
-            cli_support.emit_json("ps", clients=found["clients"])
+            drives = [{key: drive[key] for key in ("path", "queue", "oldest_read_s")} for drive in found["drives"]]
+            cli_support.emit_json("ps", clients=found["clients"], drives=drives)
         else:
             echo("\n".join(ps_lines(found)))
 
@@ -326,15 +334,16 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     """ "1-3,7" as (1, 2, 3, 7)."""
     if text is None:
         return None
-    numbers: list[int] = []
+    numbers: dict[int, None] = {}
     for item in text.split(","):
         first, dash, last = item.strip().partition("-")
         bounds = [first, last if dash else first]
         if not all(bound.isascii() and bound.isdecimal() and len(bound) < 7 for bound in bounds):
             raise click.UsageError(f"{option} {short(text)} is not a list such as 3 or 1-4,9.")
-        numbers += range(int(bounds[0]), int(bounds[1]) + 1)
-    if len(set(numbers)) != len(numbers) or not numbers:
-        raise click.UsageError(f"{option} {short(text)} names something twice, or nothing.")
+        more = range(int(bounds[0]), int(bounds[1]) + 1)
+        if not more or not numbers.keys().isdisjoint(more):
+            raise click.UsageError(f"{option} {short(text)} names something twice, or nothing.")
+        numbers |= dict.fromkeys(more)
     return tuple(numbers)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+SLOW_READ_S = 1.0
+"""Age from which a read under way is worth a line among the clients, who may be waiting for it."""
+
 
 def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
     """What `k3-store status` prints."""
@@ -83,6 +86,9 @@ def ps_lines(status: Mapping[str, Any]) -> Iterator[str]:
         for client in status["clients"]
     ]
     yield from table(("client", "name", "pid", "since", "leases", "leased", "waiting", "granted", "errors"), rows)
+    for drive in status["drives"]:
+        if drive["oldest_read_s"] >= SLOW_READ_S:
+            yield f"{drive['path']}: a read has been under way for {drive['oldest_read_s']:.1f} s"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:

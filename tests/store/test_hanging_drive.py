@@ -11,7 +11,7 @@ from prometheus_client.core import CollectorRegistry
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.daemon import model_service
 from k3.store.daemon.metrics import StatusCollector
-from k3.store.daemon.status_text import status_lines
+from k3.store.daemon.status_text import ps_lines, status_lines
 from tests.support.containers import build_container
 from tests.support.daemons import daemon_inside, wait_until
 
@@ -29,6 +29,11 @@ def test_a_drive_that_hangs_is_told_of(
         status = daemon.status()
         assert max(drive["oldest_read_s"] for drive in status["drives"]) > 0.05
         assert any("oldest" in line for line in status_lines(status))
+        hanging = [drive for drive in status["drives"] if drive["oldest_read_s"]]
+        for drive in hanging:
+            drive["oldest_read_s"] = 3600.04
+        told = [line for line in ps_lines(status) if "under way" in line]
+        assert told == [f"{drive['path']}: a read has been under way for 3600.0 s" for drive in hanging]
         registry = CollectorRegistry()
         registry.register(StatusCollector(lambda: status))
         assert b"k3store_oldest_read_seconds{" in generate_latest(registry)

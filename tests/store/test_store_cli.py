@@ -81,6 +81,7 @@ def test_ps(daemon: Inside) -> None:
     assert "engine 7" in told[1]
     (ps,) = lines(k3_store("ps", "--socket", daemon.socket, "--json"))
     assert [(c["name"], c["leases"], c["leased_bytes"]) for c in ps["clients"]] == [("engine 7", 3, 3 * 24480)]
+    assert [drive.keys() for drive in ps["drives"]] == 2 * [{"path", "queue", "oldest_read_s"}]
     for lease in held:
         lease.release()
     source.close()
@@ -179,6 +180,10 @@ def test_bench_refuses_the_page_cache(built: Built, tmp_path: Path, monkeypatch:
         ["bench", "--depths", "1,x"],
         ["warm", "--layers", "x"],
         ["warm", "--experts", "1,1"],
+        ["warm", "--experts", "0-3,5-4"],
+        ["warm", "--experts", ",".join(["0-999999"] * 20_000)],
+        ["serve", "--dirs", "a", "--metrics", "unix:~no-such-user/m"],
+        ["serve", "--dirs", "a", "--metrics", "unix:"],
         ["nonsense"],
     ],
 )
