@@ -25,7 +25,7 @@ LINES_MAX = 1000
 """Lines that may wait to be written."""
 
 END_S = 2.0
-"""How long the end of the daemon waits for lines to be written."""
+"""Longest time that the end of the daemon waits for lines to be written."""
 
 PEER_LINES_MAX = 200
 PEER_PERIOD_S = 10.0

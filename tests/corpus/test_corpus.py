@@ -82,6 +82,7 @@ def test_damage_is_refused_or_read_as_it_was(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", TARGETS)
 def test_campaign(name: str, tmp_path: Path) -> None:
     count = int(os.environ.get("K3_CORPUS", "100000"))

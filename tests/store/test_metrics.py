@@ -246,11 +246,15 @@ def test_a_unix_socket_has_the_rights_of_the_daemons(
             connection.connect(str(path))
             return talk(connection, b"GET /metrics HTTP/1.1\r\n\r\n")
 
+    def listens() -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            return connection.connect_ex(str(path)) == 0
+
     try:
         assert path.stat().st_mode & 0o777 == 0o600
         assert b"k3store_clients" in answer()
         path.unlink()
-        wait_until(path.exists)
+        wait_until(listens)
         assert b"k3store_clients" in answer()
         monkeypatch.setattr(metrics_server, "peer_of", lambda connection: Peer(1, 1001, 1001))
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):

@@ -371,8 +371,8 @@ def test_demand_goes_before_prefetch_and_takes_it_over(tmp_path: Path) -> None:
             until(lambda: server.stats()["faults"] == read)  # noqa: B023
             server.resume_stalls()
         assert {(answer.layer, answer.expert) for answer in client.take(2)} == {(1, 5), (0, 7)}
-        stats = server.stats()
-        assert (stats["cache"]["prefetched"], stats["cache"]["joined"]) == (1, 1)
+        until(lambda: server.stats()["cache"]["prefetched"] == 1)  # by the other drive, maybe a moment later
+        assert server.stats()["cache"]["joined"] == 1
 
 
 def test_cancelled_prefetches_say_so(tmp_path: Path) -> None:

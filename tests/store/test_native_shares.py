@@ -148,8 +148,9 @@ def busy(server: NativeServer) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_reads_for_nobody_are_bounded_whatever_is_asked(world: World, seed: int) -> None:
-    """Random leases, pins, prefetches, everything called off at random, clients that go: at any moment at most as
-    many flights are without waiters as reads can be in progress; and never does a lease within its quota fail."""
+    """Random leases, pins, prefetches, everything called off at random, clients that go: while the drives stand
+    still, at most as many flights are without waiters as reads can be in progress, as soon as what has ended has
+    landed; and never does a lease within its quota fail."""
     random = np.random.default_rng(seed)
     depth = int(random.integers(1, 4))
     with serving(world, slots=40, max_clients=2, quota=4, io_depth=depth, verify="never") as server:  # noqa: SIM117
@@ -166,9 +167,9 @@ def test_reads_for_nobody_are_bounded_whatever_is_asked(world: World, seed: int)
                 if random.random() < 0.2:
                     other.close()
                     other = Client(server, world)
-                stats = server.stats()
-                assert stats["unwanted"] <= 2 * depth * ROOTS, f"seed {seed}"  # some have ended and not landed yet
-                assert stats["pinned"] <= stats["pin_slots"] + 2 * depth * ROOTS, f"seed {seed}"
+                until(lambda: server.stats()["unwanted"] <= depth * ROOTS)
+                pin_slots = server.stats()["pin_slots"]
+                until(lambda: server.stats()["pinned"] <= pin_slots + depth * ROOTS)  # noqa: B023
                 honest.ask(int(random.integers(2)), random.choice(100, 3, replace=False).tolist())
                 server.clear_faults()
                 for answer in honest.take(3):
