@@ -23,6 +23,9 @@ COLUMNS_MAX = 115
 HANG_GUARD_S = 10.0
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "thread_time", "time"}
 RIDDLES = re.compile(r"(What|How|Whether|Where|Whoever)\b")
+MAY_RIDDLE = re.compile(rf"[\"']\s*{RIDDLES.pattern}")
+MAY_TIME = re.compile(r"\btime\.|\bwait_until\b")
+"""Files without a match are not parsed: that takes longer than all else here."""
 MACHINE_PATHS = re.compile("|".join(["/wor" + r"k/(main|team|shared)", r"\.\./shar" + "ed", "/roo" + "t/"]))
 """Places of the machines on which this was written."""
 
@@ -37,15 +40,25 @@ def tracked() -> tuple[Path, ...]:
     return tuple(path for path in paths if path.is_file() and "vectors" not in path.parts)
 
 
+@cache
+def text_of(path: Path) -> str | None:
+    """Return what a file says, or None when it is not text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
 def riddles(path: Path) -> Iterator[str]:
     """Docstrings that begin with a question's word instead of saying what is done or what it is."""
-    if path.suffix != ".py":
+    text = text_of(path)
+    if path.suffix != ".py" or text is None or not MAY_RIDDLE.search(text):
         return
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text, line = ast.get_docstring(node) or "", getattr(node, "lineno", 1)
-            if RIDDLES.match(text):
-                yield f"{line}: {text.splitlines()[0]}"
+            docstring, line = ast.get_docstring(node) or "", getattr(node, "lineno", 1)
+            if RIDDLES.match(docstring):
+                yield f"{line}: {docstring.splitlines()[0]}"
         for below in ast.iter_child_nodes(node):  # a string under an assignment says what its name means
             if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
                 said = below.value.value
@@ -56,10 +69,11 @@ def riddles(path: Path) -> Iterator[str]:
 
 def wide_prose(path: Path) -> Iterator[str]:
     """Lines of Markdown that are too long to be read, but for tables, code and links."""
-    if path.suffix != ".md":
+    text = text_of(path)
+    if path.suffix != ".md" or text is None:
         return
     in_code = False
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         in_code ^= line.lstrip().startswith("```")
         if len(line) > COLUMNS_MAX and not in_code and not line.startswith("|") and "](http" not in line:
             yield f"{number}: {len(line)} columns"
@@ -67,20 +81,20 @@ def wide_prose(path: Path) -> Iterator[str]:
 
 def machine_paths(path: Path) -> Iterator[str]:
     """Lines that name a place of one machine."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
+    text = text_of(path)
+    if text is None or not MACHINE_PATHS.search(text):
         return
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if MACHINE_PATHS.search(line):
             yield f"{number}: {line.strip()}"
 
 
 def timed_asserts(path: Path) -> Iterator[str]:
     """Assertions that something took less than a few seconds: a busy machine breaks them without a fault."""
-    if path.suffix != ".py" or "tests" not in path.parts:
+    text = text_of(path)
+    if path.suffix != ".py" or "tests" not in path.parts or text is None or not MAY_TIME.search(text):
         return
-    for function in ast.walk(ast.parse(path.read_bytes())):
+    for function in ast.walk(ast.parse(text)):
         if not isinstance(function, ast.FunctionDef) or any(
             "campaign" in ast.unparse(d) for d in function.decorator_list
         ):
