@@ -67,7 +67,7 @@ class Attack:
     says: str
     build: Build
     file: str = SHARD
-    tensor: str | None = None
+    tensor: str | bool | None = None
     offset: int | bool = False
     stage: str = "open"
 
@@ -201,7 +201,7 @@ def drop(tensors: list[tuple[str, str, list[int], bytes]], start: str) -> None:
 def replace(tensors: list[tuple[str, str, list[int], bytes]], name: str, *new: Any) -> None:
     """Put (name, dtype, shape, bytes) in place of the tensor `name`."""
     place = [tensor[0] for tensor in tensors].index(name)
-    tensors[place] = new  # type: ignore[assignment]
+    tensors[place] = new
 
 
 def offset_of(directory: Path, tensor: str) -> int:

@@ -124,7 +124,8 @@ def test_a_fault_of_the_program_is_not_taken_for_damage(capsys: pytest.CaptureFi
 
     with pytest.raises(SystemExit) as caught:
         run(body)
-    assert caught.value.code == ExitCode.INTERNAL == 70
+    assert caught.value.code == ExitCode.INTERNAL
+    assert int(ExitCode.INTERNAL) == 70
     assert "AssertionError: never" in capsys.readouterr().err
 
 

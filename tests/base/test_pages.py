@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,6 @@ def test_populating_a_part_leaves_the_rest_untouched() -> None:
 def test_no_more_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = huge_buffer(PAGE_BYTES)
     monkeypatch.setattr(page_buffers._libc, "madvise", lambda *_: -1)
-    monkeypatch.setattr(page_buffers.ctypes, "get_errno", lambda: 12)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: 12)
     with pytest.raises(MemoryError, match="4096 bytes"):
         populate(buffer)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from k3.base.errors import HeaderError, ShardError
 from k3.checkpoint.safetensors_header import Header, build_header, parse_header
 from k3.model.keys import DTYPE_BITS, tensor_bytes
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, layer_tensors
+from tests.support.safetensors_package import deserialize
 
 PATH = Path("shard.safetensors")
 DTYPES = sorted(DTYPE_BITS)
@@ -52,7 +52,7 @@ def test_what_is_built_is_parsed_again_and_read_by_the_safetensors_package(
     assert sorted((t.name, t.dtype, t.shape) for t in parsed.tensors) == sorted(wanted)
     ends = [tensor.offset + tensor.nbytes for tensor in parsed.tensors]
     assert [tensor.offset for tensor in parsed.tensors] == [len(header), *ends[:-1]][: len(ends)]
-    theirs = dict(safetensors.deserialize(header + bytes(data_bytes)))
+    theirs = dict(deserialize(header + bytes(data_bytes)))
     assert {name: (info["dtype"], tuple(info["shape"])) for name, info in theirs.items()} == {
         name: (dtype, shape) for name, dtype, shape in wanted
     }
@@ -113,7 +113,7 @@ def test_odd_but_legal_headers_are_accepted(text: str, data_bytes: int) -> None:
     raw = len(text).to_bytes(8, "little") + text.encode()
     names = {tensor.name for tensor in parse(raw, data_bytes).tensors}
     assert names == set(json.loads(text)) - {"__metadata__"}
-    assert names == {name for name, _ in safetensors.deserialize(raw + bytes(data_bytes))}
+    assert names == {name for name, _ in deserialize(raw + bytes(data_bytes))}
 
 
 def test_a_length_up_to_the_end_of_the_file_is_no_number_to_allocate() -> None:

@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 
 from k3 import kernels
-from k3.base import regular_file
 from k3.base.errors import DriveError, ExpertError, QuantizeError, ShardError, SourceError
 from k3.checkpoint import tensor_reader
 from k3.checkpoint.snapshot import Snapshot
@@ -24,6 +22,7 @@ from k3.model.keys import Encoding, is_vision, parse_expert_name
 from k3.model.tensor_recipe import Recipe
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot, write_sparse_snapshot
 from tests.attacks.builders import MODEL, SHARD, edit_json, reshard, shard_name, tensors_of, write_tensors
+from tests.support.safetensors_package import deserialize
 
 NVFP4_PARTS = ("w1.input_scale", "w1.weight", "w1.weight_scale", "w1.weight_scale_2", "w2.weight")
 
@@ -37,7 +36,7 @@ def everything(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]
     """All tensors of a directory as the safetensors package sees them."""
     found = {}
     for path in directory.glob("*.safetensors"):
-        for name, info in safetensors.deserialize(path.read_bytes()):
+        for name, info in deserialize(path.read_bytes()):
             found[name] = (info["dtype"], tuple(info["shape"]), bytes(info["data"]))
     return found
 
@@ -276,7 +275,7 @@ def test_each_shard_is_opened_once_and_nothing_stays_open(sound: Path, monkeypat
         return real(path, *rest, **named)
 
     before = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(regular_file.os, "open", counting)
+    monkeypatch.setattr(os, "open", counting)
     Snapshot.open([sound])
     shards = [name for name in opened if name.endswith(".safetensors")]
     assert sorted(shards) == [shard_name(number) for number in (1, 2, 3, 4)]
@@ -296,7 +295,7 @@ def test_what_the_system_refuses_names_the_file(
             raise OSError(code, os.strerror(code), str(path))
         return real(path, *rest, **named)
 
-    monkeypatch.setattr(regular_file.os, "open", refusing)
+    monkeypatch.setattr(os, "open", refusing)
     with pytest.raises(DriveError) as caught:
         Snapshot.open([sound])
     assert caught.value.path == str(sound / SHARD)
@@ -311,7 +310,7 @@ def test_a_failing_read_names_file_and_offset(sound: Path, monkeypatch: pytest.M
     def failing(descriptor: int, buffers: Any, offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(regular_file.os, "preadv", failing)
+    monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(DriveError) as caught:
         snapshot.read_tensor(tensor.name)
     assert caught.value.path == str(sound / shard_name(4))
@@ -327,7 +326,7 @@ def test_short_reads_are_continued_and_an_early_end_is_never_zeros(
     def short(descriptor: int, buffers: Any, offset: int) -> int:
         return real(descriptor, [memoryview(buffers[0])[:7]], offset)
 
-    monkeypatch.setattr(regular_file.os, "preadv", short)
+    monkeypatch.setattr(os, "preadv", short)
     snapshot = Snapshot.open([sound])
     name = "language_model.model.norm.weight"
     assert snapshot.read_tensor(name).data.tobytes() == expected[name]

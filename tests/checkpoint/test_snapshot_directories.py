@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,11 +114,15 @@ def test_a_file_name_cannot_forge_a_warning(sound: Path) -> None:
     assert warning.isprintable()
 
 
+def put_metadata(value: object, index: dict[str, object]) -> None:
+    index["metadata"] = value
+
+
 def test_a_wrong_total_does_no_harm_and_is_mentioned(sound: Path) -> None:
     edit_json(sound / INDEX, lambda index: index["metadata"].update(total_size=7))
     assert "says 7 bytes in total" in Snapshot.open([sound]).warnings[0]
     for metadata in ({}, {"total_size": "7"}, {"total_size": 7.0}, {"total_size": True}, None, 7):
-        edit_json(sound / INDEX, lambda index, value=metadata: index.update(metadata=value))
+        edit_json(sound / INDEX, partial(put_metadata, metadata))
         assert "does not say the total" in Snapshot.open([sound]).warnings[0]
 
 

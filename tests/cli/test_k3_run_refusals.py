@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from k3.base.memory_limit import Limit
 from k3.container.reader import Container
 from k3.engine.cli import main
-from k3.engine.launch import launched, memory_need
+from k3.engine.launch import launched
 from k3.engine.run import token_output
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
@@ -153,7 +154,7 @@ def test_text_needs_the_vocabulary_and_ids_do_not(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_cannot_be_met_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "memory_limit", lambda: memory_need.Limit(1e6, "a test"))
+    monkeypatch.setattr(launched, "memory_limit", lambda: Limit(1e6, "a test"))
     result = k3_run("--snapshot", TINY, "--ids", "1,2")
     assert result.exit_code == 9
     assert "a test leaves 0.001 GB" in result.stderr

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import lmdb
 import pytest
@@ -27,6 +28,9 @@ from k3.container.layout import pack_piece
 from k3.container.manifest import DataFile
 from k3.model.keys import DTYPE_BITS, Encoding
 from tests.support.mounts import small_tmpfs
+
+Table: TypeAlias = dict[int, tuple[str, list[tuple[str, str, tuple[int, ...]]], list[list[CatalogExtent]]]]
+"""Of each layer: the name of its block, its parts, and the extents of each expert."""
 
 _digests = st.binary(min_size=16, max_size=16)
 _sizes = st.integers(0, 2**48)
@@ -56,7 +60,9 @@ def packed(extents: list[CatalogExtent]) -> bytes:
     return b"".join(pack_piece(e.file, e.offset, e.payload_bytes, e.stored_bytes, e.digest) for e in extents)
 
 
-def write(path: Path, files: list, table: dict, tensors: list, expected_bytes: int = 1 << 20) -> None:
+def write(
+    path: Path, files: list[DataFile], table: Table, tensors: list[CatalogTensor], expected_bytes: int = 1 << 20
+) -> None:
     layers = [
         CatalogLayer(number, len(experts), expert_layout(block, parts))
         for number, (block, parts, experts) in sorted(table.items())
@@ -72,7 +78,7 @@ def write(path: Path, files: list, table: dict, tensors: list, expected_bytes: i
 @given(st.lists(_files, max_size=5), _layer_tables, st.lists(_tensors, max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_what_is_written_is_read_and_equal_content_is_an_equal_file(
-    tmp_path_factory: pytest.TempPathFactory, files: list, table: dict, tensors: list
+    tmp_path_factory: pytest.TempPathFactory, files: list[DataFile], table: Table, tensors: list[CatalogTensor]
 ) -> None:
     place = tmp_path_factory.mktemp("catalog")
     write(place / "a.mdb", files, table, tensors)
@@ -119,7 +125,9 @@ def test_the_longest_names_fit_the_map_that_the_publisher_asks_for(tmp_path: Pat
 
 
 @pytest.mark.parametrize("records", [[(1, 1, b"x"), (1, 0, b"x")], [(1, 0, b"x"), (1, 0, b"y")]])
-def test_records_out_of_order_or_twice_are_a_programmers_error(tmp_path: Path, records: list) -> None:
+def test_records_out_of_order_or_twice_are_a_programmers_error(
+    tmp_path: Path, records: list[tuple[int, int, bytes]]
+) -> None:
     with pytest.raises((AssertionError, lmdb.Error, K3Error)):
         write_catalog(tmp_path / "c.mdb", [], [], records, [], expected_bytes=1000)
 
@@ -230,7 +238,7 @@ def test_a_broken_expert_record_names_its_expert(tmp_path: Path) -> None:
 def test_refusals_of_the_system_are_told_from_damage(tmp_path: Path, number: int, coded: bool) -> None:
     error = lmdb.Error(f"/x: {os.strerror(number)}")
     if coded:
-        error.code = number
+        object.__setattr__(error, "code", number)
     found = lmdb_error("cannot write", error, tmp_path / "x.mdb")
     assert type(found) is (SpaceError if number in (errno.ENOSPC, errno.EDQUOT) else DriveError)
     assert os.strerror(number) in found.problem

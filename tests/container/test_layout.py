@@ -78,7 +78,9 @@ def test_a_common_factor_of_the_shares_changes_nothing(shares: list[int], factor
 
 @given(st.lists(parts_lists, max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_a_file_is_tiled_and_opens(tmp_path_factory: pytest.TempPathFactory, groups: list) -> None:
+def test_a_file_is_tiled_and_opens(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[list[tuple[str, tuple[int, ...]]]]
+) -> None:
     named = [
         [(f"t{number}.{index}", dtype, shape) for index, (dtype, shape) in enumerate(group)]
         for number, group in enumerate(groups)
@@ -143,7 +145,9 @@ records = st.tuples(
 
 
 @given(st.lists(records, min_size=1, max_size=9), st.data())
-def test_records_are_read_back_and_a_broken_one_is_refused(items: list, data: st.DataObject) -> None:
+def test_records_are_read_back_and_a_broken_one_is_refused(
+    items: list[tuple[int, int, int, bytes]], data: st.DataObject
+) -> None:
     wanted = []
     for file, offset, stored, digest in items:
         payload = data.draw(st.integers(0, stored))

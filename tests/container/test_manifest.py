@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_no_field_may_have_another_type(rendered: bytes) -> None:
     assert len(wanted) > 60
     for path in wanted:
         for value in (True, -5, 1.5, [["a"]], {"a": 1}):
-            data = resealed(rendered, lambda document, path=path, value=value: put(document, path, value))
+            data = resealed(rendered, partial(put, path=path, value=value))
             with pytest.raises(ContainerError, match="lacks or misuses"):
                 parse_manifest(data, PATH)
 
@@ -196,7 +197,7 @@ def test_no_key_may_be_missing(rendered: bytes) -> None:
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../b", "a//b", "./a", ".."])
 def test_no_path_leaves_its_root(rendered: bytes, path: str) -> None:
     for place in (("files", 0, "path"), ("text_files", 0, "path"), ("catalog", "path")):
-        data = resealed(rendered, lambda document, place=place: put(document, place, path))
+        data = resealed(rendered, partial(put, path=place, value=path))
         with pytest.raises(ContainerError, match="does not stay inside its root"):
             parse_manifest(data, PATH)
 
@@ -219,7 +220,7 @@ def test_names_are_printable_and_bounded(rendered: bytes, name: str) -> None:
 
     for place in NAMES:
         with pytest.raises(ContainerError, match="no name of printable characters") as caught:
-            parse_manifest(resealed(rendered, lambda d, p=place: change(d, p)), PATH)
+            parse_manifest(resealed(rendered, partial(change, place=place)), PATH)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 500
 
@@ -228,14 +229,14 @@ def test_names_are_printable_and_bounded(rendered: bytes, name: str) -> None:
 def test_digests_and_identities_have_their_form(rendered: bytes, value: str) -> None:
     for place in FORMS:
         with pytest.raises(ContainerError, match="is not written as one"):
-            parse_manifest(resealed(rendered, lambda d, p=place: put(d, p, value)), PATH)
+            parse_manifest(resealed(rendered, partial(put, path=place, value=value)), PATH)
 
 
 @pytest.mark.parametrize("value", ["x" * 100_000, [["y" * 50_000]], 10**400, {"\x1b" * 999: 1}, -(10**400)])
 def test_no_message_is_flooded_by_a_value(rendered: bytes, value: Any) -> None:
     for place in (("files", 0, "bytes"), ("roots", 0, "kind"), ("files", 0, "kind"), ("version",), ("roots",)):
         with pytest.raises(ContainerError) as caught:
-            parse_manifest(resealed(rendered, lambda d, p=place: put(d, p, value)), PATH)
+            parse_manifest(resealed(rendered, partial(put, path=place, value=value)), PATH)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 800
 
@@ -243,7 +244,7 @@ def test_no_message_is_flooded_by_a_value(rendered: bytes, value: Any) -> None:
 def test_files_lie_in_roots_that_exist(rendered: bytes) -> None:
     for place, value in ((("files", 0, "root"), 2), (("roots", 0, "kind"), "drive"), (("roots",), [])):
         with pytest.raises(ContainerError):
-            parse_manifest(resealed(rendered, lambda d, p=place, v=value: put(d, p, v)), PATH)
+            parse_manifest(resealed(rendered, partial(put, path=place, value=value)), PATH)
 
 
 def test_identities_depend_on_content_only(rendered: bytes) -> None:

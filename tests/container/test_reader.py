@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,8 @@ def test_everything_that_was_written_is_found(built: Built) -> None:
 
 def test_tensors_come_in_their_encoding(built: Built) -> None:
     container = Container.open(built.home)
-    for name, dtype, shape, encoding in DENSE:
+    dense: Sequence[tuple[str, str, tuple[int, ...], Encoding]] = DENSE
+    for name, dtype, shape, encoding in dense:
         tensor = container.read_tensor(name)
         assert (tensor.name, tensor.dtype, tensor.shape, tensor.encoding) == (name, dtype, shape, encoding)
         entry = container.tensor(name)
@@ -84,13 +86,13 @@ def test_tensors_come_in_their_encoding(built: Built) -> None:
         if encoding is Encoding.RAW:
             assert tensor.data.shape == shape
             assert tensor.data.nbytes == tensor_bytes(dtype, shape)
-            assert tensor.data.dtype == {"BF16": np.uint16, "F32": np.float32}[dtype]
+            assert tensor.data.dtype == np.dtype({"BF16": np.uint16, "F32": np.float32}[dtype])
         elif encoding is Encoding.F32:
-            assert (tensor.data.shape, tensor.data.dtype) == (shape, np.float32)
+            assert (tensor.data.shape, tensor.data.dtype) == (shape, np.dtype(np.float32))
         elif encoding is Encoding.INT8:
-            assert (tensor.data.shape, tensor.data.dtype) == (shape, np.uint8)
+            assert (tensor.data.shape, tensor.data.dtype) == (shape, np.dtype(np.uint8))
             assert tensor.scales is not None
-            assert (tensor.scales.shape, tensor.scales.dtype) == ((shape[0],), np.float32)
+            assert (tensor.scales.shape, tensor.scales.dtype) == ((shape[0],), np.dtype(np.float32))
         else:
             assert tensor.data.shape == (shape[0], -(-shape[1] // 2))
             assert tensor.scales is not None

@@ -47,7 +47,7 @@ def printed(form: Format, *results: Result) -> str:
 
 
 def test_mean_and_deviation() -> None:
-    assert mean_and_deviation([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]) == (5.0, pytest.approx(2.13809))
+    assert mean_and_deviation([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]) == pytest.approx((5.0, 2.13809))
     assert mean_and_deviation([3.0]) == (3.0, 0.0)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from k3.base.direct_io import ReadFile
 from k3.base.errors import DriveError
 from k3.engine.report import machine_rates
 from k3.engine.report.machine_rates import MemoryMeter, drive_rate
@@ -40,8 +41,7 @@ def test_a_failing_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reads_through_the_page_cache_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = machine_rates.ReadFile
-    monkeypatch.setattr(machine_rates, "ReadFile", lambda path: original(path, direct=False))
+    monkeypatch.setattr(machine_rates, "ReadFile", lambda path: ReadFile(path, direct=False))
     rate = drive_rate(snapshot(), [1], seconds=0.02)
     assert rate is not None
     assert not rate.direct

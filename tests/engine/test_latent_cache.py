@@ -13,6 +13,7 @@ from k3 import kernels
 from k3.base.errors import ResumeError, UnsupportedError
 from k3.engine.definition.latent_cache import FORMS, narrowed
 from k3.engine.definition.state_size import state_bytes
+from k3.engine.forward.mla import LatentAttention
 from k3.engine.forward.state import MlaState, State
 from k3.engine.run.session import Session
 from k3.kernels import reference
@@ -69,8 +70,8 @@ def test_the_bound_of_a_narrow_cache(kind: LatentType, rows: int, spread: float,
         np.float32(spread) * rng.standard_normal((1, heads, w), np.float32) for w in (latent_width, rope_width)
     )
     plain = kernels.latent_attention(q, r, latent, rope, scale)[0].astype(np.float64)
-    held = [narrowed(a, FORMS[kind].dtype) for a in (latent, rope)]
-    narrow = kernels.latent_attention(q, r, *held, scale)[0].astype(np.float64)
+    held_latent, held_rope = (narrowed(a, FORMS[kind].dtype) for a in (latent, rope))
+    narrow = kernels.latent_attention(q, r, held_latent, held_rope, scale)[0].astype(np.float64)
     moved = u * scale * (np.abs(q[0]) @ np.abs(latent).T + np.abs(r[0]) @ np.abs(rope).T).max(1, keepdims=True)
     scores = scale * (q[0].astype(np.float64) @ latent.T + r[0] @ rope.T)
     share = np.exp(scores - scores.max(1, keepdims=True))
@@ -115,8 +116,9 @@ def test_a_narrow_state_takes_half_and_is_saved_as_it_is(kind: LatentType, tmp_p
         again = Session(model, 30, 4)
         again.load(path)
         assert again.prefill(IDS[15:].tolist()).tobytes() == wanted.tobytes()
-        for other in {"f32", "bf16", "f16"} - {kind}:
-            model.config = wide.with_latent_cache(other)  # type: ignore[arg-type]
+        others: set[LatentType] = {"f32", "bf16", "f16"}
+        for other in others - {kind}:
+            model.config = wide.with_latent_cache(other)
             with pytest.raises(ResumeError, match=rf"latent {FORMS[kind].tensor_dtype} \(here"):
                 Session(model, 30, 4).load(path)
 
@@ -125,6 +127,8 @@ def test_a_number_beyond_float16_ends_the_pass_with_advice() -> None:
     with loaded(snapshot("tiny_s1")) as model:
         model.config = model.config.with_latent_cache("f16")
         mla = next(layer for layer in model.layers if layer.index not in model.config.kda_layers)
-        mla._attention._kv_norm()[:] *= np.float32(1e6)  # type: ignore[union-attr]
+        attention = mla._attention
+        assert isinstance(attention, LatentAttention)
+        attention._kv_norm()[:] *= np.float32(1e6)
         with pytest.raises(UnsupportedError, match="--latent-dtype f32"):
             Session(model, 30, 8).prefill(IDS.tolist())

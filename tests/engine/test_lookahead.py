@@ -19,7 +19,7 @@ from k3.engine.run.session import Session
 from k3.model.architecture import ModelConfig
 from k3.store.local.file_source import FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
-from tests.support.engines import Array, all_logits, golden, snapshot
+from tests.support.engines import all_logits, golden, snapshot
 
 Event = tuple[str, int, tuple[int, ...]]
 
@@ -189,7 +189,7 @@ class _Nothing:
         raise AssertionError
 
 
-def ranked(choice: Array, most: int = 3) -> list[int]:
+def ranked(choice: list[list[float]], most: int = 3) -> list[int]:
     look_ahead = LookAhead(_Nothing(), most, 2)  # type: ignore[arg-type]
     return list(look_ahead.likeliest(1, np.array(choice, np.float32)))
 

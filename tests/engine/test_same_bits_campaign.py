@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_nothing_that_may_not_matter_does(tmp_path: Path, seed: int) -> None:
     first = Leg("container", count, count, 1, "baseline", 1 << 26, 0)
     counts: Counter[str] = Counter()
     slot_bytes = page_ceil(shape.latent * shape.moe_inter * 51 // 32) + 3 * PAGE_BYTES
-    room = {"cache_bytes": 10 * slot_bytes} if dice.random() < 0.5 else {}
+    room: dict[str, Any] = {"cache_bytes": 10 * slot_bytes} if dice.random() < 0.5 else {}
     with daemon_inside(places.socket, [places.home, *places.drives], quota=4, max_clients=2, **room):
         ids, wanted = _timeline(places, numbers, bits, [first], prompt, tmp_path / "state", counts)
         assert np.isfinite(wanted).all()
@@ -159,7 +160,7 @@ def _timeline(
     counts: Counter[str],
 ) -> tuple[list[int], Array]:  # fmt: skip
     """All ids, those after the prompt chosen greedily, and the logits after each."""
-    ids, rows = list(prompt), []
+    ids, rows = list(prompt), list[Array]()
     for number, leg in enumerate(legs):
         kernels.set_variant(leg.variant)
         kernels.set_threads(leg.threads)

@@ -9,12 +9,10 @@ import numpy.typing as npt
 import pytest
 
 from k3 import kernels
-
-Result = tuple[npt.NDArray[np.generic], ...]
-Everyway = Callable[[Callable[[], object]], Result]
+from tests.support.everyway import Arrays, Everyway, SameBits
 
 
-def _arrays(result: object) -> Result:
+def _arrays(result: object) -> Arrays:
     parts = result if isinstance(result, tuple) else (result,)
     return tuple(np.asarray(part) for part in parts)
 
@@ -31,8 +29,8 @@ def everyway() -> Iterator[Everyway]:
     """everyway(call) makes the call with every variant, on 1 and 3 threads, and returns the one result."""
     first_variant, first_threads = kernels.cpu_variant(), kernels.get_threads()
 
-    def run(call: Callable[[], object]) -> Result:
-        kept: Result | None = None
+    def run(call: Callable[[], object]) -> Arrays:
+        kept: Arrays | None = None
         for variant in kernels.cpu_variants():
             for threads in (1, 3):
                 kernels.set_variant(variant)
@@ -52,10 +50,10 @@ def everyway() -> Iterator[Everyway]:
 
 
 @pytest.fixture(scope="session")
-def same_bits() -> Callable[[npt.ArrayLike, npt.ArrayLike], None]:
+def same_bits() -> SameBits:
     """same_bits(have, want) asserts equal shape, dtype and bits (any NaN equals any NaN)."""
 
-    def check(have: npt.ArrayLike, want: npt.ArrayLike) -> None:
+    def check(have: object, want: object) -> None:
         a, b = np.asarray(have), np.asarray(want)
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         if _bits(a) != _bits(b):

@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
+from tests.support.everyway import Everyway, SameBits
 
 MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
-def test_every_bfloat16_is_widened_exactly(everyway) -> None:
+def test_every_bfloat16_is_widened_exactly(everyway: Everyway) -> None:
     patterns = np.arange(65536, dtype=np.uint16).reshape(64, 1024)
     (wide,) = everyway(lambda: kernels.widen_bf16(patterns))
     np.testing.assert_array_equal(wide.view(np.uint32), patterns.astype(np.uint32) << 16)
     assert kernels.widen_bf16(np.zeros((2, 0, 3), np.uint16)).shape == (2, 0, 3)
 
 
-def test_every_float16_is_widened_exactly(everyway, same_bits) -> None:
+def test_every_float16_is_widened_exactly(everyway: Everyway, same_bits: SameBits) -> None:
     values = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(64, 1024)
     (wide,) = everyway(lambda: kernels.widen_f16(values))
     same_bits(wide, values.astype(np.float32))
@@ -34,7 +35,7 @@ def test_every_float16_is_widened_exactly(everyway, same_bits) -> None:
     assert kernels.widen(single) is single
 
 
-def test_every_nibble_under_every_scale(everyway, same_bits) -> None:
+def test_every_nibble_under_every_scale(everyway: Everyway, same_bits: SameBits) -> None:
     """16 nibbles in both halves of a byte times 255 scale bytes, against exact arithmetic."""
     low = np.arange(16, dtype=np.uint8)
     packed = np.tile(low | (15 - low) << 4, (255, 1))
@@ -61,7 +62,7 @@ def test_the_example_in_the_document() -> None:
 
 @settings(deadline=None)
 @given(rows=st.integers(1, 4), groups=st.integers(1, 5), place=st.integers(0))
-def test_scale_byte_255_is_refused_by_its_place(rows, groups, place) -> None:
+def test_scale_byte_255_is_refused_by_its_place(rows: int, groups: int, place: int) -> None:
     packed, scale = np.zeros((rows, groups * 16), np.uint8), np.full((rows, groups), 120, np.uint8)
     row, group = divmod(place % (rows * groups), groups)
     scale[row, group] = 255
@@ -73,7 +74,9 @@ def test_scale_byte_255_is_refused_by_its_place(rows, groups, place) -> None:
 
 @settings(deadline=None)
 @given(data=st.data(), rows=st.integers(1, 4), columns=st.integers(1, 150))
-def test_int8_and_int4_equal_the_definition(everyway, same_bits, data, rows, columns) -> None:
+def test_int8_and_int4_equal_the_definition(
+    everyway: Everyway, same_bits: SameBits, data: st.DataObject, rows: int, columns: int
+) -> None:
     scales = st.floats(2.0**-66, 2.0**66, width=32)
     q = data.draw(hnp.arrays(np.uint8, (rows, columns)))
     row_scales = data.draw(hnp.arrays(np.float32, rows, elements=scales))
@@ -90,7 +93,7 @@ def test_int8_and_int4_equal_the_definition(everyway, same_bits, data, rows, col
 
 @settings(deadline=None)
 @given(w=hnp.arrays(np.float32, (3, 131), elements=st.floats(-1e6, 1e6, width=32)))
-def test_quantized_weights_are_half_a_step_away_at_most(w) -> None:
+def test_quantized_weights_are_half_a_step_away_at_most(w: np.ndarray) -> None:
     q, scales = kernels.quantize_int8(w)
     slack = 1 + 1e-6
     assert (np.abs(kernels.dequantize_int8(q, scales) - w) <= scales[:, None] * (0.5 * slack + 127e-6)).all()
@@ -101,7 +104,7 @@ def test_quantized_weights_are_half_a_step_away_at_most(w) -> None:
 
 @settings(deadline=None)
 @given(size=st.integers(0, 200_000), places=st.lists(st.integers(0), max_size=3))
-def test_first_difference(size, places) -> None:
+def test_first_difference(size: int, places: list[int]) -> None:
     a = np.arange(size, dtype=np.uint32).astype(np.uint8)
     b = a.copy()
     differing = sorted({place % size for place in places}) if size else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import ExpertMatrix, ReservedScaleError, reference
+from tests.support.everyway import Everyway, SameBits
 
 PARTS = ("w1", "w2", "w3")
 
@@ -32,11 +35,13 @@ class Expert:
         self.payload = np.concatenate(chunks)
         self.payload.flags.writeable = False
 
-    def forward(self, z: np.ndarray, exact: bool, **settings: float) -> np.ndarray:
-        return kernels.expert_forward(z, self.payload, *self.matrices.values(), exact=exact, **settings)
+    def forward(self, z: np.ndarray, exact: bool, beta: float = 4.0, linear_beta: float = 25.0) -> np.ndarray:
+        w1, w2, w3 = self.matrices.values()
+        return kernels.expert_forward(z, self.payload, w1, w2, w3, beta=beta, linear_beta=linear_beta, exact=exact)
 
-    def define(self, z: np.ndarray, exact: bool, **settings: float) -> np.ndarray:
-        return reference.expert_forward(z, *self.arrays.values(), exact=exact, **settings)
+    def define(self, z: np.ndarray, exact: bool, beta: float = 4.0, linear_beta: float = 25.0) -> np.ndarray:
+        w1, w2, w3 = self.arrays.values()
+        return reference.expert_forward(z, w1, w2, w3, beta=beta, linear_beta=linear_beta, exact=exact)
 
 
 @settings(max_examples=150, deadline=None)
@@ -47,7 +52,15 @@ class Expert:
     low=st.sampled_from([0, 60, 112]),
     seed=st.integers(0, 2**32),
 )
-def test_equal_to_the_definition_however_it_runs(everyway, same_bits, sizes, rows, exact, low, seed) -> None:
+def test_equal_to_the_definition_however_it_runs(
+    everyway: Everyway,
+    same_bits: SameBits,
+    sizes: tuple[int, int, int],
+    rows: int,
+    exact: bool,
+    low: int,
+    seed: int,
+) -> None:
     rng = np.random.default_rng(seed)
     expert = Expert(*sizes, rng, low)
     z = rng.standard_normal((rows, sizes[0]), np.float32)
@@ -62,7 +75,9 @@ def test_equal_to_the_definition_however_it_runs(everyway, same_bits, sizes, row
     rows=st.sampled_from([1, 2, 40, 64, 65]),
     seed=st.integers(0, 2**32),
 )
-def test_integer_products_at_the_edges_of_tiles(everyway, same_bits, sizes, rows, seed) -> None:
+def test_integer_products_at_the_edges_of_tiles(
+    everyway: Everyway, same_bits: SameBits, sizes: tuple[int, int, int], rows: int, seed: int
+) -> None:
     """Sixteen rows, and scale bytes of sixteen groups (512 columns) at a time; weights of largest magnitude."""
     rng = np.random.default_rng(seed)
     expert = Expert(*sizes, rng)
@@ -78,7 +93,7 @@ def test_integer_products_at_the_edges_of_tiles(everyway, same_bits, sizes, rows
 
 @pytest.mark.parametrize("byte", [0x77, 0xFF, 0x7F, 0xF7, 0x00, 0x88])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_integer_sums_at_their_limits(everyway, same_bits, byte, rows) -> None:
+def test_integer_sums_at_their_limits(everyway: Everyway, same_bits: SameBits, byte: int, rows: int) -> None:
     """Every product of a group is the largest there is, of one sign: no sum in between may run over."""
     rng = np.random.default_rng(8)
     expert = Expert(512, 512, 32, rng)
@@ -89,7 +104,7 @@ def test_integer_sums_at_their_limits(everyway, same_bits, byte, rows) -> None:
         arrays[name] = packed, expert.arrays[name][1]
     for sign in (-1, 1):
         z = np.full((rows, 512), sign, np.float32)
-        (y,) = everyway(lambda z=z: kernels.expert_forward(z, payload, *expert.matrices.values(), exact=False))
+        (y,) = everyway(partial(kernels.expert_forward, z, payload, *expert.matrices.values(), exact=False))
         same_bits(y, reference.expert_forward(z, *arrays.values(), exact=False))
 
 
@@ -115,7 +130,7 @@ def test_int8_activations_stay_close_to_exact() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 @settings(deadline=None)
 @given(part=st.sampled_from(PARTS), place=st.integers(0))
-def test_a_reserved_scale_byte_is_refused_by_part_row_and_group(exact, part, place) -> None:
+def test_a_reserved_scale_byte_is_refused_by_part_row_and_group(exact: bool, part: str, place: int) -> None:
     expert = Expert(160, 288, 40, np.random.default_rng(3))  # whole sets of four groups, and one group more
     matrix = expert.matrices[part]
     groups = matrix.columns // 32
@@ -131,7 +146,9 @@ def test_a_reserved_scale_byte_is_refused_by_part_row_and_group(exact, part, pla
 @pytest.mark.parametrize("scale", [0, 1, 2, 253, 254])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_outermost_scales_count_for_what_they_are(everyway, same_bits, scale, exact, rows) -> None:
+def test_the_outermost_scales_count_for_what_they_are(
+    everyway: Everyway, same_bits: SameBits, scale: int, exact: bool, rows: int
+) -> None:
     """w1 with tiny or huge weights against z that brings the product back to a size where it matters."""
     rng = np.random.default_rng(4)
     expert = Expert(128, 32, 16, rng)
@@ -187,7 +204,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @settings(deadline=None)
 @given(z=hnp.arrays(np.float32, (2, 64), elements=st.sampled_from([0.0, 1.0, np.inf, np.nan])))
-def test_activations_that_are_not_finite(z) -> None:
+def test_activations_that_are_not_finite(z: np.ndarray) -> None:
     expert = Expert(64, 32, 8, np.random.default_rng(7))
     bad = np.argwhere(~np.isfinite(z))
     if not len(bad):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
+from tests.support.everyway import Everyway, SameBits
 
 SEEDS = st.integers(0, 2**32)
 
@@ -20,8 +23,26 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-def kda_layer(rng: np.random.Generator, tokens: int, heads: int, dim: int, taps: int):
-    """Inputs, window, memory and vectors of a call."""
+def kda_heads(
+    rows: Sequence[np.ndarray], windows: np.ndarray, memory: np.ndarray, vectors: kernels.KdaVectors
+) -> np.ndarray:
+    """Call the kernel with its six inputs from `rows`."""
+    q, k, v, f, b, g = rows
+    return kernels.kda_heads(q, k, v, f, b, g, windows, memory, vectors)
+
+
+def latent_attention(
+    queries: Sequence[np.ndarray], caches: Sequence[np.ndarray], scale: float = 0.2
+) -> np.ndarray:
+    """Call the kernel with queries and caches each as latent and rotary part."""
+    (q_latent, q_rope), (latent, rope) = queries, caches
+    return kernels.latent_attention(q_latent, q_rope, latent, rope, scale)
+
+
+def kda_layer(
+    rng: np.random.Generator, tokens: int, heads: int, dim: int, taps: int
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, kernels.KdaVectors]:
+    """Return inputs, window, memory and vectors of a call."""
     width = heads * dim
     rows = [normal(rng, tokens, width) for _ in range(4)] + [
         normal(rng, tokens, heads),
@@ -46,14 +67,16 @@ def kda_layer(rng: np.random.Generator, tokens: int, heads: int, dim: int, taps:
     cut=st.integers(0, 40),
     seed=SEEDS,
 )
-def test_kda_heads(everyway, same_bits, sizes, taps, cut, seed) -> None:
+def test_kda_heads(
+    everyway: Everyway, same_bits: SameBits, sizes: tuple[int, int, int], taps: int, cut: int, seed: int
+) -> None:
     rows, windows, memory, vectors = kda_layer(np.random.default_rng(seed), *sizes, taps)
 
-    def in_parts(*ends: int):
+    def in_parts(*ends: int) -> Callable[[], tuple[np.ndarray, ...]]:
         def call() -> tuple[np.ndarray, ...]:
             states = windows.copy(), memory.copy()
             parts = [
-                kernels.kda_heads(*[row[begin:end] for row in rows], *states, vectors)
+                kda_heads([row[begin:end] for row in rows], *states, vectors)
                 for begin, end in zip((0, *ends[:-1]), ends, strict=True)
             ]
             return np.concatenate(parts), *states
@@ -61,7 +84,8 @@ def test_kda_heads(everyway, same_bits, sizes, taps, cut, seed) -> None:
         return call
 
     wanted = windows.copy(), memory.copy()
-    want = (reference.kda_heads(*rows, *wanted, vectors), *wanted)
+    q, k, v, f, b, g = rows
+    want = (reference.kda_heads(q, k, v, f, b, g, *wanted, vectors), *wanted)
     tokens = sizes[0]
     for ends in ((tokens,), (min(cut, tokens), tokens), tuple(range(1, tokens + 1))):
         for have, expected in zip(everyway(in_parts(*ends)), want, strict=True):
@@ -72,7 +96,7 @@ def test_kda_heads(everyway, same_bits, sizes, taps, cut, seed) -> None:
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 3), st.integers(2, 40)), taps=st.integers(1, 4), seed=SEEDS
 )
-def test_kda_heads_is_the_layer_of_the_paper(sizes, taps, seed) -> None:
+def test_kda_heads_is_the_layer_of_the_paper(sizes: tuple[int, int, int], taps: int, seed: int) -> None:
     tokens, heads, dim = sizes
     rows, windows, memory, vectors = kda_layer(np.random.default_rng(seed), *sizes, taps)
     wide = [np.concatenate([w, x]).astype(np.float64) for w, x in zip(windows, rows, strict=False)]
@@ -95,7 +119,7 @@ def test_kda_heads_is_the_layer_of_the_paper(sizes, taps, seed) -> None:
             want[t, h] = s.T @ q[t, h] / np.sqrt(dim)
         states[h] = s
     want = want / np.sqrt((want**2).mean(-1, keepdims=True) + 1e-5) * vectors.norm
-    have = kernels.kda_heads(*rows, windows, memory, vectors)
+    have = kda_heads(rows, windows, memory, vectors)
     np.testing.assert_allclose(have, want.reshape(tokens, -1) / (1 + np.exp(-g)), rtol=2e-2, atol=2e-3)
     np.testing.assert_allclose(memory, states, rtol=1e-3, atol=1e-4)
 
@@ -121,15 +145,24 @@ def cached(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     kind=st.sampled_from(CACHES),
     seed=SEEDS,
 )
-def test_latent_attention(everyway, same_bits, tokens, before, heads, widths, kind, seed) -> None:
+def test_latent_attention(
+    everyway: Everyway,
+    same_bits: SameBits,
+    tokens: int,
+    before: int,
+    heads: int,
+    widths: tuple[int, int],
+    kind: str,
+    seed: int,
+) -> None:
     rng = np.random.default_rng(seed)
-    q_latent, q_rope = normal(rng, tokens, heads, widths[0]), normal(rng, tokens, heads, widths[1])
+    queries = q_latent, q_rope = [normal(rng, tokens, heads, width) for width in widths]
     pairs = [cached(normal(rng, before + tokens, width), kind) for width in widths]
     caches, (latent, rope) = [pair[0] for pair in pairs], (pair[1] for pair in pairs)
-    (out,) = everyway(lambda: kernels.latent_attention(q_latent, q_rope, *caches, 0.2))
+    (out,) = everyway(lambda: latent_attention(queries, caches))
     same_bits(out, reference.latent_attention(q_latent, q_rope, latent, rope, 0.2))
     first = [a[: before + 1] for a in caches]
-    same_bits(out[:1], kernels.latent_attention(q_latent[:1], q_rope[:1], *first, 0.2))
+    same_bits(out[:1], latent_attention([q[:1] for q in queries], first))
     for t in range(tokens):
         seen = before + t + 1
         scores = (q_latent[t] @ latent[:seen].T + q_rope[t] @ rope[:seen].T).astype(np.float64) * 0.2
@@ -138,20 +171,18 @@ def test_latent_attention(everyway, same_bits, tokens, before, heads, widths, ki
         np.testing.assert_allclose(out[t], exact, rtol=1e-3, atol=1e-4)
 
 
-def test_more_tokens_than_scores_are_held_for(same_bits) -> None:
+def test_more_tokens_than_scores_are_held_for(same_bits: SameBits) -> None:
     rng = np.random.default_rng(5)
     tokens, heads, rows = 40, 96, 1500  # 4 Mi scores are held at once: 28 of these tokens
     queries = [normal(rng, tokens, heads, width) for width in (16, 4)]
     caches = [normal(rng, rows, width) for width in (16, 4)]
-    out = kernels.latent_attention(*queries, *caches, 0.2)
+    out = latent_attention(queries, caches)
     for t in (0, 27, 28, 29, 39):
         own = [q[t : t + 1] for q in queries]
-        same_bits(
-            out[t : t + 1], kernels.latent_attention(*own, *[c[: rows - tokens + 1 + t] for c in caches], 0.2)
-        )
+        same_bits(out[t : t + 1], latent_attention(own, [c[: rows - tokens + 1 + t] for c in caches]))
 
 
-def test_every_bfloat16_and_float16_is_read_as_what_it_is(everyway, same_bits) -> None:
+def test_every_bfloat16_and_float16_is_read_as_what_it_is(everyway: Everyway, same_bits: SameBits) -> None:
     patterns = np.arange(1 << 16).astype(np.uint16)
     zeros = np.zeros((1, 1, len(patterns)), np.float32)
     for cache, values in (
@@ -161,9 +192,7 @@ def test_every_bfloat16_and_float16_is_read_as_what_it_is(everyway, same_bits) -
         # One position: its weight is exp(0) / 1, and the result the latent itself. Not for infinity, times 0.
         finite = np.isfinite(values)
         held = np.where(finite, cache, np.zeros_like(cache)).reshape(1, -1)
-        (out,) = everyway(
-            lambda held=held: kernels.latent_attention(zeros, zeros[:, :, :1], held, held[:, :1].copy(), 1.0)
-        )
+        (out,) = everyway(partial(latent_attention, (zeros, zeros[:, :, :1]), (held, held[:, :1].copy()), 1.0))
         same_bits(np.abs(out[0, 0]), np.abs(np.where(finite, values, np.float32(0))))
         assert (out[0, 0] == np.where(finite, values, 0)).all()
         for bad in np.flatnonzero(~finite)[::37]:
@@ -194,7 +223,9 @@ def matrix(encoding: str, w: np.ndarray) -> tuple[SimpleNamespace, np.ndarray]:
     sizes=st.tuples(*[st.integers(1, 6)] * 4, st.integers(1, 100)),
     seed=SEEDS,
 )
-def test_absorbed_projections(everyway, same_bits, encoding, sizes, seed) -> None:
+def test_absorbed_projections(
+    everyway: Everyway, same_bits: SameBits, encoding: str, sizes: tuple[int, int, int, int, int], seed: int
+) -> None:
     tokens, heads, key_dim, value_dim, width = sizes
     rng = np.random.default_rng(seed)
     kv_b, dense = matrix(encoding, normal(rng, heads * (key_dim + value_dim), width))
@@ -218,25 +249,29 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         np.zeros((3, 5, 5), np.float32),
     ):
         with pytest.raises(ValueError, match="shape"):
-            kernels.kda_heads(*rows, windows, astray, vectors)
+            kda_heads(rows, windows, astray, vectors)
     frozen = memory.copy()
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        kernels.kda_heads(*rows, windows, frozen, vectors)
+        kda_heads(rows, windows, frozen, vectors)
     with pytest.raises(ValueError, match="row-major"):
-        kernels.kda_heads(*rows, windows, memory.transpose(0, 2, 1), vectors)
+        kda_heads(rows, windows, memory.transpose(0, 2, 1), vectors)
     for place in range(6):
         short = [row[:1] if i == place else row for i, row in enumerate(rows)]
         with pytest.raises(ValueError, match="shape"):
-            kernels.kda_heads(*short, windows, memory, vectors)
+            kda_heads(short, windows, memory, vectors)
     with pytest.raises(ValueError, match="windows"):
-        kernels.kda_heads(*rows, windows[:, 1:].copy(), memory, vectors)
+        kda_heads(rows, windows[:, 1:].copy(), memory, vectors)
     many = replace(vectors, conv=np.zeros((3, 17, 12), np.float32))
     with pytest.raises(ValueError, match="taps"):
-        kernels.kda_heads(*rows, np.zeros((3, 16, 12), np.float32), memory, many)
-    for name, wrong in (("a_log", 2), ("dt_bias", 11), ("norm", 12)):
+        kda_heads(rows, np.zeros((3, 16, 12), np.float32), memory, many)
+    for name, wrong in (
+        ("a_log", replace(vectors, a_log=np.zeros(2, np.float32))),
+        ("dt_bias", replace(vectors, dt_bias=np.zeros(11, np.float32))),
+        ("norm", replace(vectors, norm=np.zeros(12, np.float32))),
+    ):
         with pytest.raises(ValueError, match=name):
-            kernels.kda_heads(*rows, windows, memory, replace(vectors, **{name: np.zeros(wrong, np.float32)}))
+            kda_heads(rows, windows, memory, wrong)
     q, r = np.zeros((3, 2, 8), np.float32), np.zeros((3, 2, 4), np.float32)
     with pytest.raises(ValueError, match="own positions"):
         kernels.latent_attention(q, r, np.zeros((2, 8), np.float32), np.zeros((2, 4), np.float32), 1.0)

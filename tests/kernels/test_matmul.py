@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
+from tests.support.everyway import Everyway, SameBits
 
 ENCODINGS = ("bf16", "f16", "f32", "int8", "int4")
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 300), st.integers(1, 40))
@@ -47,7 +50,9 @@ def weights(encoding: str, rows: int, columns: int, rng: np.random.Generator) ->
 
 @settings(max_examples=250, deadline=None)
 @given(encoding=st.sampled_from(ENCODINGS), size=SIZES, exact=st.booleans(), seed=st.integers(0, 2**32))
-def test_equal_to_the_definition_however_it_runs(everyway, same_bits, encoding, size, exact, seed) -> None:
+def test_equal_to_the_definition_however_it_runs(
+    everyway: Everyway, same_bits: SameBits, encoding: str, size: tuple[int, int, int], exact: bool, seed: int
+) -> None:
     rows, columns, out_rows = size
     rng = np.random.default_rng(seed)
     w = weights(encoding, out_rows, columns, rng)
@@ -65,7 +70,7 @@ def test_equal_to_the_definition_however_it_runs(everyway, same_bits, encoding, 
 
 @settings(max_examples=150, deadline=None)
 @given(encoding=st.sampled_from(ENCODINGS), size=SIZES, seed=st.integers(0, 2**32))
-def test_exact_is_within_the_stated_bound(encoding, size, seed) -> None:
+def test_exact_is_within_the_stated_bound(encoding: str, size: tuple[int, int, int], seed: int) -> None:
     """|y - exact| <= (K / 16 + 6) 2^-24 sum |x w|, docs/numerics.md."""
     rows, columns, out_rows = size
     rng = np.random.default_rng(seed)
@@ -78,7 +83,9 @@ def test_exact_is_within_the_stated_bound(encoding, size, seed) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(encoding=st.sampled_from(["int8", "int4"]), size=SIZES, seed=st.integers(0, 2**32))
-def test_int8_activations_are_within_the_stated_bound(encoding, size, seed) -> None:
+def test_int8_activations_are_within_the_stated_bound(
+    encoding: str, size: tuple[int, int, int], seed: int
+) -> None:
     """Half an activation step per column, and float32 rounding."""
     rows, columns, out_rows = size
     rng = np.random.default_rng(seed)
@@ -94,12 +101,12 @@ def test_int8_activations_are_within_the_stated_bound(encoding, size, seed) -> N
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_at_a_size_with_whole_blocks_and_many_rows(everyway, same_bits, encoding) -> None:
+def test_at_a_size_with_whole_blocks_and_many_rows(everyway: Everyway, same_bits: SameBits, encoding: str) -> None:
     rng = np.random.default_rng(7)
     w = weights(encoding, 70, 1024, rng)
     x = rng.standard_normal((37, 1024), np.float32)
     for exact in (True, False):
-        (y,) = everyway(lambda exact=exact: kernels.matmul(x, w, exact))
+        (y,) = everyway(partial(kernels.matmul, x, w, exact))
         same_bits(y[11:12], kernels.matmul(x[11:12], w, exact))
     same_bits(kernels.matmul(x, w), reference.matmul_exact(x, w.dense))
 
@@ -114,7 +121,14 @@ def test_at_a_size_with_whole_blocks_and_many_rows(everyway, same_bits, encoding
     seed=st.integers(0, 2**32),
 )
 def test_integer_products_at_the_edges_of_tiles(
-    everyway, same_bits, encoding, out_rows, columns, rows, extreme, seed
+    everyway: Everyway,
+    same_bits: SameBits,
+    encoding: str,
+    out_rows: int,
+    columns: int,
+    rows: int,
+    extreme: bool,
+    seed: int,
 ) -> None:
     """Tiles of 16 rows, groups of 64 columns, blocks of 64 rows of x; weights and activations at their limits."""
     rng = np.random.default_rng(seed)
@@ -131,18 +145,20 @@ def test_integer_products_at_the_edges_of_tiles(
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("byte", [0x00, 0x0F, 0xF0, 0xFF, 0x80, 0x7F])
-def test_integer_sums_at_their_limits(everyway, same_bits, encoding, rows, byte) -> None:
+def test_integer_sums_at_their_limits(
+    everyway: Everyway, same_bits: SameBits, encoding: str, rows: int, byte: int
+) -> None:
     """Every product of a group is the largest there is, of one sign: no sum in between may run over."""
     w = weights(encoding, 32, 512, np.random.default_rng(8))
     w.data[:] = byte
     for sign in (-1, 1):
         x = np.full((rows, 512), sign, np.float32)
-        (y,) = everyway(lambda x=x: kernels.matmul(x, w, exact=False))
+        (y,) = everyway(partial(kernels.matmul, x, w, exact=False))
         define = reference.matmul_int8 if encoding == "int8" else reference.matmul_int4
         same_bits(y, define(x, w.data, w.scales))
 
 
-def test_the_example_of_the_order_of_a_sum(everyway) -> None:
+def test_the_example_of_the_order_of_a_sum(everyway: Everyway) -> None:
     x = np.array([[1e8, 1, -1e8, 1] + [0] * 13 + [2.0**-20]], np.float32)
     (y,) = everyway(lambda: kernels.matmul_encoded(x, np.ones((1, 18), np.float32), None, "f32"))
     assert y.item() == 2 + 2.0**-20
@@ -178,7 +194,7 @@ def test_no_rows_give_no_rows() -> None:
 def test_arrays_that_do_not_fit_are_refused() -> None:
     w = weights("int8", 5, 80, np.random.default_rng(6))
     x = np.zeros((1, 80), np.float32)
-    for bad in (
+    refused: tuple[Callable[[], object], ...] = (
         lambda: kernels.matmul(x[:, :79], w),
         lambda: kernels.matmul_encoded(x, w.data, w.scales[:4], "int8"),
         lambda: kernels.matmul_encoded(x, w.data, None, "int8"),
@@ -186,13 +202,15 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         lambda: kernels.matmul_encoded(x, w.data[:, ::2], w.scales, "int8"),
         lambda: kernels.matmul_encoded(x[0], w.data, w.scales, "int8"),
         lambda: kernels.matmul_encoded(x, w.data[0], w.scales, "int8"),
-    ):
+    )
+    for bad in refused:
         with pytest.raises(ValueError, match=r"shape|scales|encoding|row-major|axes|matrix"):
             bad()
-    for wrong in (
+    mistyped: tuple[Callable[[], object], ...] = (
         lambda: kernels.matmul(x.astype(np.float64), w),
         lambda: kernels.matmul_encoded(x, w.data.view(np.int8), w.scales, "int8"),
         lambda: kernels.matmul_encoded(x, w.data, w.scales.astype(np.float64), "int8"),
-    ):
+    )
+    for wrong in mistyped:
         with pytest.raises(TypeError):
             wrong()

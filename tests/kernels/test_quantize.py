@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
@@ -10,6 +13,9 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
+from tests.support.everyway import Everyway, SameBits
+
+Quantize = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 BF16_MAX = 0x7F7F
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 150))
@@ -63,7 +69,7 @@ def _with_limits(w: np.ndarray) -> np.ndarray:
 @example(w=np.full((1, 65), BF16_MAX, np.uint16))
 @example(w=np.full((3, 63), 0x8000, np.uint16))
 @example(w=np.full((1, 129), 1, np.uint16))
-def test_int8_and_int4_equal_the_definition(everyway, same_bits, w) -> None:
+def test_int8_and_int4_equal_the_definition(everyway: Everyway, same_bits: SameBits, w: np.ndarray) -> None:
     q, scales = everyway(lambda: kernels.quantize_int8(w))
     for have, want in zip((q, scales), reference.quantize_int8(w), strict=True):
         same_bits(have, want)
@@ -72,7 +78,7 @@ def test_int8_and_int4_equal_the_definition(everyway, same_bits, w) -> None:
         same_bits(have, want)
 
 
-def test_every_bfloat16_under_every_scale(everyway, same_bits) -> None:
+def test_every_bfloat16_under_every_scale(everyway: Everyway, same_bits: SameBits) -> None:
     """All 128 significands as the largest of a row (group), met by everything from it down to a 512th of it."""
     rest = 63 * 19  # 1197 patterns, in groups of 63 behind the group's largest
     w = np.empty((128, 19, 64), np.uint16)
@@ -80,16 +86,16 @@ def test_every_bfloat16_under_every_scale(everyway, same_bits) -> None:
         w[row, :, 0] = top
         w[row, :, 1:] = np.arange(top - rest + 1, top + 1).reshape(19, 63)
     w[:, :, 2::2] |= 0x8000
-    w = w.reshape(128, -1)
+    rows = w.reshape(128, -1)
     for quantize, define in (
         (kernels.quantize_int8, reference.quantize_int8),
         (kernels.quantize_int4, reference.quantize_int4),
     ):
-        for have, want in zip(everyway(lambda quantize=quantize: quantize(w)), define(w), strict=True):
+        for have, want in zip(everyway(partial(quantize, rows)), define(rows), strict=True):
             same_bits(have, want)
 
 
-def test_float32_values_beside_every_tie(everyway, same_bits) -> None:
+def test_float32_values_beside_every_tie(everyway: Everyway, same_bits: SameBits) -> None:
     """Where a reciprocal, a wider or a narrower division would round to the other side."""
     rng = np.random.default_rng(8)
     top = rng.uniform(1, 2, (100, 1)).astype(np.float32)
@@ -134,11 +140,11 @@ def test_bf16_and_its_widened_form_agree() -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def test_float16_and_its_widened_form_agree(everyway, same_bits) -> None:
+def test_float16_and_its_widened_form_agree(everyway: Everyway, same_bits: SameBits) -> None:
     every = np.arange(1 << 16).astype(np.uint16).view(np.float16)
     w = np.where(np.isfinite(every), every, np.float16(1)).reshape(256, 256)
     for quantize in (kernels.quantize_int8, kernels.quantize_int4):
-        narrow = everyway(lambda quantize=quantize: quantize(w))
+        narrow = everyway(partial(quantize, w))
         for a, b in zip(narrow, quantize(w.astype(np.float32)), strict=True):
             same_bits(a, b)
 
@@ -159,7 +165,9 @@ def test_a_row_of_zeros_has_the_smallest_scale() -> None:
     kind=st.sampled_from(["bfloat16", "float16", "float32"]),
     where=st.tuples(st.integers(0), st.integers(0)),
 )
-def test_the_first_value_that_is_not_finite_is_named(everyway, shape, bad, kind, where) -> None:
+def test_the_first_value_that_is_not_finite_is_named(
+    everyway: Everyway, shape: tuple[int, int], bad: float, kind: str, where: tuple[int, int]
+) -> None:
     row, column = where[0] % shape[0], where[1] % shape[1]
     w = np.ones(shape, np.float32)
     w[row, column] = bad
@@ -167,7 +175,7 @@ def test_the_first_value_that_is_not_finite_is_named(everyway, shape, bad, kind,
     stored = (w.view(np.uint32) >> 16).astype(np.uint16) if kind == "bfloat16" else w.astype(kind)
     for quantize in (kernels.quantize_int8, kernels.quantize_int4):
 
-        def place(quantize=quantize) -> np.ndarray:
+        def place(quantize: Quantize = quantize) -> np.ndarray:
             with pytest.raises(kernels.NonFiniteError) as caught:
                 quantize(stored)
             np.testing.assert_equal(caught.value.value, float(w[row, column]))

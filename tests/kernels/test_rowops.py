@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
+from tests.support.everyway import Everyway, SameBits
 
 SEEDS = st.integers(0, 2**32)
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 150))
@@ -20,7 +21,9 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 @settings(max_examples=250, deadline=None)
 @given(size=SIZES, seed=SEEDS, magnitude=st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e15]))
-def test_rows_equal_their_definition(everyway, same_bits, size, seed, magnitude) -> None:
+def test_rows_equal_their_definition(
+    everyway: Everyway, same_bits: SameBits, size: tuple[int, int], seed: int, magnitude: float
+) -> None:
     rng = np.random.default_rng(seed)
     x, w = normal(rng, *size) * np.float32(magnitude), normal(rng, size[1])
     for have, want in (
@@ -34,7 +37,7 @@ def test_rows_equal_their_definition(everyway, same_bits, size, seed, magnitude)
 
 @settings(deadline=None)
 @given(seed=SEEDS)
-def test_rows_against_float64(seed) -> None:
+def test_rows_against_float64(seed: int) -> None:
     rng = np.random.default_rng(seed)
     x, w = normal(rng, 4, 3, 200), normal(rng, 200)
     wide = x.astype(np.float64)
@@ -56,7 +59,7 @@ def test_nan_is_not_lost() -> None:
 
 @settings(deadline=None)
 @given(size=SIZES, seed=SEEDS)
-def test_gated(everyway, same_bits, size, seed) -> None:
+def test_gated(everyway: Everyway, same_bits: SameBits, size: tuple[int, int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     x, gate = normal(rng, *size), 20 * normal(rng, *size)
     (y,) = everyway(lambda: kernels.gated(x, gate))
@@ -66,7 +69,7 @@ def test_gated(everyway, same_bits, size, seed) -> None:
 
 @settings(deadline=None)
 @given(size=SIZES, data=st.data(), few=st.integers(1, 6), seed=SEEDS)
-def test_top_k(same_bits, size, data, few, seed) -> None:
+def test_top_k(same_bits: SameBits, size: tuple[int, int], data: st.DataObject, few: int, seed: int) -> None:
     k = data.draw(st.integers(1, size[1]))
     choice = (
         np.random.default_rng(seed).integers(-few, few, size).astype(np.float32)
@@ -80,7 +83,7 @@ def test_top_k(same_bits, size, data, few, seed) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_top_k_refuses_what_has_no_place(value) -> None:
+def test_top_k_refuses_what_has_no_place(value: float) -> None:
     choice = np.zeros((3, 20), np.float32)
     choice[1, 19] = choice[2, 0] = value
     with pytest.raises(kernels.NonFiniteError, match="ranked") as refusal:
@@ -90,7 +93,9 @@ def test_top_k_refuses_what_has_no_place(value) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(count=st.integers(1, 9), size=SIZES, seed=SEEDS)
-def test_residual_mix(everyway, same_bits, count, size, seed) -> None:
+def test_residual_mix(
+    everyway: Everyway, same_bits: SameBits, count: int, size: tuple[int, int], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     entries, weight = [normal(rng, *size) for _ in range(count)], normal(rng, size[1])
     (y,) = everyway(lambda: kernels.residual_mix(entries, weight))
@@ -117,7 +122,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         lambda: kernels.residual_mix([x] * 65, x[0]),
         lambda: kernels.residual_mix([x, x[:1]], x[0]),
         lambda: kernels.softmax(np.zeros((2, 0), np.float32)),
-        lambda: kernels.softmax(np.float32(1).reshape(())),
+        lambda: kernels.softmax(np.array(1, np.float32)),
         lambda: kernels.situ(x, x[:1]),
         lambda: kernels.gated(x, x[:1]),
         lambda: kernels.top_k(x, 0),

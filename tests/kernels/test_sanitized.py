@@ -232,16 +232,17 @@ def layers(rng: np.random.Generator) -> None:
         )  # fmt: skip
         widths = (width, width, width, width, heads, width)
         windows, memory = normal(rng, 3, taps - 1, width), normal(rng, heads, dim, dim)
-        kernels.kda_heads(*[normal(rng, tokens, columns) for columns in widths], windows, memory, vectors)
+        q, k, v, f, b, g = (normal(rng, tokens, columns) for columns in widths)
+        kernels.kda_heads(q, k, v, f, b, g, windows, memory, vectors)
     for before, width, kind in itertools.product(
         (0, 1, 63, 64, 200, 255, 256, 520), (1, 15, 16, 50, 64, 144), range(3)
     ):
         tokens, heads = int(rng.integers(1, 6)), int(rng.choice([1, 2, 3, 4, 5, 19, 37]))
         rope_width = int(rng.integers(1, 41))
         caches = [normal(rng, before + tokens, columns) for columns in (width, rope_width)]
-        caches = [(bf16, np.asarray, lambda a: a.astype(np.float16))[kind](cache) for cache in caches]
+        latent, rope = ((bf16, np.asarray, lambda a: a.astype(np.float16))[kind](cache) for cache in caches)
         kernels.latent_attention(
-            normal(rng, tokens, heads, width), normal(rng, tokens, heads, rope_width), *caches, 0.2
+            normal(rng, tokens, heads, width), normal(rng, tokens, heads, rope_width), latent, rope, 0.2
         )
     for encoding, width in itertools.product(("raw", "half", "f32", "int8", "int4"), EDGES):
         tokens, heads, key_dim, value_dim = map(int, rng.integers(1, 7, 4))
@@ -257,7 +258,9 @@ def variants() -> list[str]:
 
 
 def checked(command: list[str], **options: Any) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
     assert done.returncode == 0, f"{' '.join(command[:4])} ... failed:\n{done.stdout[-6000:]}"
     return done.stdout
 

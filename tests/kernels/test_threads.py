@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ import pytest
 from k3 import kernels
 from k3.kernels import _kernels
 
+SetThreads = Callable[[int], None]
+
 
 @pytest.fixture
-def threads():
+def threads() -> Iterator[SetThreads]:
     before = kernels.get_threads()
     yield kernels.set_threads
     kernels.set_threads(before)
@@ -29,7 +32,7 @@ def work(seed: int) -> bytes:
     return kernels.matmul_encoded(x, q, scales, "int8").tobytes()
 
 
-def test_the_number_of_threads_is_checked(threads) -> None:
+def test_the_number_of_threads_is_checked(threads: SetThreads) -> None:
     for n in (1, 2, 7, 1):
         threads(n)
         assert kernels.get_threads() == n
@@ -44,7 +47,7 @@ def test_the_default_respects_affinity() -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_helpers_stay_where_somebody_else_puts_them(threads) -> None:
+def test_helpers_stay_where_somebody_else_puts_them(threads: SetThreads) -> None:
     """As `taskset -a -p` does with a running process."""
     before = os.sched_getaffinity(0)
     one, other = sorted(before)[:2]
@@ -63,7 +66,7 @@ def test_helpers_stay_where_somebody_else_puts_them(threads) -> None:
             os.sched_setaffinity(task, before)
 
 
-def test_many_callers_at_once(threads) -> None:
+def test_many_callers_at_once(threads: SetThreads) -> None:
     threads(3)
     want = [work(seed) for seed in range(4)]
     failures: list[int] = []
@@ -90,7 +93,7 @@ _WANTED: dict[int, bytes] = {}
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_makes_its_own_threads(threads) -> None:
+def test_a_forked_child_makes_its_own_threads(threads: SetThreads) -> None:
     threads(3)
     _WANTED[5] = work(5)
     context = multiprocessing.get_context("fork")
@@ -134,14 +137,14 @@ def write(root: Path, name: str, text: str) -> None:
         ("garbage\n", {"cpu.max": "100000 100000\n"}, 0),
     ],
 )
-def test_cpu_quotas(tmp_path, groups, files, cpus) -> None:
+def test_cpu_quotas(tmp_path: Path, groups: str, files: dict[str, str], cpus: int) -> None:
     write(tmp_path, "self", groups)
     for name, text in files.items():
         write(tmp_path, f"mount/{name}", text)
     assert _kernels.quota_cpus(str(tmp_path / "self"), str(tmp_path / "mount")) == cpus
 
 
-def test_quota_of_a_missing_file(tmp_path) -> None:
+def test_quota_of_a_missing_file(tmp_path: Path) -> None:
     assert _kernels.quota_cpus(str(tmp_path / "none"), str(tmp_path)) == 0
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from k3.base import direct_io
 from k3.base.errors import K3Error
 from k3.model.tensor_recipe import Recipe
-from k3.repack import assemble, publish, run, shard_stream, write
+from k3.repack import assemble, publish, shard_stream, write
 from k3.repack.journal import Journal
 from k3.repack.request import DEFAULT_RECIPE, RepackRequest
 from k3.repack.run import Watcher, repack
@@ -128,7 +128,7 @@ def install(killer: Killer) -> None:
         counted(name)
     fsync, pwritev, pwrite = os.fsync, os.pwritev, os.pwrite
 
-    def syncing(fd: int) -> None:
+    def syncing(fd: Any) -> None:
         with killer.lock:
             killer.event()
             fsync(fd)
@@ -149,7 +149,9 @@ def install(killer: Killer) -> None:
             return pwrite(fd, data, offset)
 
     os.fsync, os.pwrite = syncing, spilling
-    direct_io.WriteFile.__init__.__kwdefaults__["pwritev"] = writing  # type: ignore[attr-defined]
+    defaults = direct_io.WriteFile.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["pwritev"] = writing
     for name in ("begin", "commit", "forget"):
         around(Journal, name, killer)
     around(publish, "write_catalog", killer)
@@ -257,8 +259,7 @@ def small_units() -> None:
     write.COMMIT_BYTES = 40_000
     write.OPEN_FILES_MAX = 2
     shard_stream.BLOCK_BYTES = 16384
-    assemble.OUTPUT_BYTES = 8192
-    assert run.WriteDestination is write.WriteDestination
+    vars(assemble)["OUTPUT_BYTES"] = 8192
 
 
 def points(place: Path, name: str, seed: int, count: int) -> Iterator[dict[str, Any]]:

@@ -8,13 +8,14 @@ import time
 
 import pytest
 
+from k3.base import page_buffers
 from k3.base.direct_io import Bytes
 from k3.repack import buffers
 
 
 def test_threads_that_take_at_once_get_buffers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six take, four buffers may be made: the last two wait for one that comes back."""
-    make = buffers.huge_buffer
+    make = page_buffers.huge_buffer
 
     def slowly(nbytes: int) -> Bytes:
         time.sleep(0.005)  # time for every other thread to look

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from k3.base import direct_io
+from k3.container import catalog
 from k3.repack import publish
 from k3.repack.journal import Journal
 from k3.repack.request import RepackRequest
@@ -29,30 +31,29 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, st
     def path_of(fd: int) -> Path:
         return Path(f"/proc/self/fd/{fd}").readlink()
 
-    fsync, replace, rename, unlink, mkdir, pwritev = (
-        os.fsync,
-        os.replace,
-        os.rename,
-        os.unlink,
-        os.mkdir,
-        os.pwritev,
-    )
+    def patched(name: str, call: Callable[..., Any], verb: str, place: Callable[..., str | Path]) -> None:
+        """Tell of each call of `os.NAME` before it is made."""
 
-    def patched(name: str, call: Any) -> None:
-        monkeypatch.setattr(os, name, call)
+        def telling(*arguments: Any, **options: Any) -> Any:
+            tell(verb, place(*arguments))
+            return call(*arguments, **options)
 
-    patched("fsync", lambda fd: (tell("sync", path_of(fd)), fsync(fd))[1])
-    patched("replace", lambda old, new: (tell("name", new), replace(old, new))[1])
-    patched("rename", lambda old, new: (tell("name", new), rename(old, new))[1])
-    patched("unlink", lambda path, **more: (tell("remove", path), unlink(path, **more))[1])
-    patched("mkdir", lambda path, *more: (tell("make", path), mkdir(path, *more))[1])
+        monkeypatch.setattr(os, name, telling)
+
+    patched("fsync", os.fsync, "sync", path_of)
+    patched("replace", os.replace, "name", lambda old, new: new)
+    patched("rename", os.rename, "name", lambda old, new: new)
+    patched("unlink", os.unlink, "remove", lambda path: path)
+    patched("mkdir", os.mkdir, "make", lambda path, *mode: path)
+
+    pwritev = os.pwritev
 
     def writing(fd: int, buffers: Any, offset: int) -> int:
         tell("write", path_of(fd))
         return pwritev(fd, buffers, offset)
 
     monkeypatch.setattr(direct_io.WriteFile.__init__, "__kwdefaults__", {"direct": True, "pwritev": writing})
-    commit, write_catalog = Journal.commit, publish.write_catalog
+    commit, write_catalog = Journal.commit, catalog.write_catalog
 
     def committing(self: Journal, experts: Any, tensors: Any, shards: Any) -> None:
         tell("commit", self.path)

@@ -367,8 +367,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, kind: str, part: str, number: int =
                 raise OSError(number, os.strerror(number))
         return int(original(fd, buffers, offset))
 
-    owner = {"read": direct_io.ReadFile, "write": direct_io.WriteFile}[kind]
-    defaults = dict(owner.__init__.__kwdefaults__)  # type: ignore[misc]
+    owner: Any = {"read": direct_io.ReadFile, "write": direct_io.WriteFile}[kind]
+    defaults = dict(owner.__init__.__kwdefaults__)
     defaults[{"read": "preadv", "write": "pwritev"}[kind]] = call
     monkeypatch.setattr(owner.__init__, "__kwdefaults__", defaults)
 

@@ -228,8 +228,8 @@ def test_extreme_weights_are_quantized_as_defined(small: Path, tmp_path: Path) -
             change[name] = dataclasses.replace(tensor, data=bits.tobytes())
     assert change
     snapshot = edited(small, tmp_path / "snapshot", change=change)
-    for bits in (8, 4):
-        prove(snapshot, tmp_path / f"out{bits}", "--bits", bits, "--mla-bits", bits)
+    for width in (8, 4):
+        prove(snapshot, tmp_path / f"out{width}", "--bits", width, "--mla-bits", width)
 
 
 def test_float32_matrices_are_quantized_too(small: Path, tmp_path: Path) -> None:

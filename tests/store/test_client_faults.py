@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from k3.store.client.daemon_model import DaemonModel
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.client.socket_link import Link
 from k3.store.local.file_source import FileSource
+from k3.store.protocol.native import FaultKind, NativeRing
 from k3.store.source import BudgetError, ExpertSource
 from tests.support.containers import Built, build_container, flip
 from tests.support.daemons import Inside, daemon_inside, daemon_outside, start, wait_until
@@ -131,7 +133,8 @@ def test_a_drive_that_refuses(built: Built, daemon: Inside) -> None:
 
 def test_one_error_is_read_over(built: Built, daemon: Inside) -> None:
     source = DaemonSource(daemon.socket)
-    for kind, argument in (("error", 5), ("flip", 0), ("short", 100)):
+    faults: tuple[tuple[FaultKind, int], ...] = (("error", 5), ("flip", 0), ("short", 100))
+    for kind, argument in faults:
         daemon.server.inject(kind, times=1, argument=argument)
         take(source, built, 1, [0, 1, 2, 3, 4])
         daemon.server.clear_faults()
@@ -141,8 +144,8 @@ def test_one_error_is_read_over(built: Built, daemon: Inside) -> None:
 def test_an_expert_that_the_daemon_does_not_know(daemon: Inside) -> None:
     """Not reachable through checked requests; a confused client still gets a typed answer."""
     source = DaemonSource(daemon.socket)
-    source._counts = {1: 100}
-    with pytest.raises(ExpertError) as raised:
+    source._daemon.counts = {1: 100}
+    with pytest.raises(ExpertError, match="the daemon has no such expert") as raised:
         list(source.lease(1, [70]))
     assert (raised.value.layer, raised.value.expert) == (1, 70)
     source.close()
@@ -276,10 +279,11 @@ def test_the_files_stand_in_and_the_daemon_takes_over_again(
         assert lease.payload.tobytes() == right(built, 1, lease.expert)
         lease.release()
     take(source, built, 2, [0, 1, 2])
-    assert not source.is_connected
+    connected = [source.is_connected]
     with daemon_outside(tmp_path / "s", built.directories) as second:
         take(source, built, 2, [3, 4])
-        assert source.is_connected
+        connected.append(source.is_connected)
+        assert connected == [False, True]
         assert second.status()["cache"]["misses"] == 2
         source.close()
     container.close()
@@ -336,7 +340,7 @@ def test_a_long_random_life(built: Built, tmp_path: Path) -> None:
                     stream.close()
                 del stream  # one that is kept would hold what it was not asked for
 
-        run_threads(*[lambda s=sources[n % 2], n=n: work(s, n) for n in range(4)])  # type: ignore[misc]
+        run_threads(*[partial(work, sources[n % 2], n) for n in range(4)])
         for source in sources:
             take(source, built, 1, [0, 1, 2, 3, 4])
             source.close()
@@ -445,7 +449,7 @@ def test_a_prefetch_of_nothing_sends_nothing(
             raise AssertionError(message)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(source._session.link.ring), "submit", submit)
+            patch.setattr(NativeRing, "submit", submit)
             source.prefetch(1, [])()
         source.close()
 

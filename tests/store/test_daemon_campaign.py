@@ -107,7 +107,11 @@ def test_a_hundred_killed_daemons(tmp_path: Path, seed: int) -> None:
             daemon.kill()
             seen = list(rounds)
             daemon = start(path, built.directories)
-            wait_until(lambda seen=seen: failures or all(a > b for a, b in zip(rounds, seen, strict=True)), 60)
+
+            def all_went_on(seen: list[int] = seen) -> bool:
+                return bool(failures) or all(a > b for a, b in zip(rounds, seen, strict=True))
+
+            wait_until(all_went_on, 60)
             assert not failures
     finally:
         stop.set()

@@ -28,6 +28,7 @@ from k3.model.keys import ExpertKey
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.client.socket_link import connect
 from k3.store.protocol import wire
+from k3.store.protocol.native import FaultKind
 from k3.store.protocol.ring_layout import REQUEST, REQUEST_TAIL_AT, REQUESTS_AT
 from k3.store.source import BudgetError
 from tests.support.containers import Built, build_container
@@ -35,6 +36,9 @@ from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_un
 
 LAYERS = (1, 2)
 EXPERTS = 24
+
+FAULTS: list[tuple[FaultKind, int]] = [("error", errno.EIO), ("short", 4096), ("flip", 0), ("stall", 2)]
+"""The kinds of fault with their arguments: an error number, bytes read, nothing, milliseconds."""
 
 long = pytest.mark.campaign
 campaign = [
@@ -99,11 +103,13 @@ def check(built: Built, layer: int, expert: int, payload: Any) -> None:
 
 @pytest.mark.parametrize("is_long", campaign)
 @pytest.mark.parametrize(
-    ("kind", "argument"), [("error", errno.EIO), ("short", 4096), ("flip", 0), ("stall", 3), ("all", 0)]
+    "faults", [[fault] for fault in FAULTS] + [FAULTS], ids=[*(kind for kind, _ in FAULTS), "all"]
 )
-def test_one_of_two_drives_is_bad(built: Built, tmp_path: Path, kind: str, argument: int, is_long: bool) -> None:
+def test_one_of_two_drives_is_bad(
+    built: Built, tmp_path: Path, faults: list[tuple[FaultKind, int]], is_long: bool
+) -> None:
     seed, rounds = 11, 500 if is_long else 25
-    settings = {"quota": 2, "max_clients": 8, "cache_bytes": 17 * 28672}
+    settings: dict[str, Any] = {"quota": 2, "max_clients": 8, "cache_bytes": 17 * 28672}
     with daemon_inside(tmp_path / "s", built.directories, **settings) as inside, whole_afterwards(inside):
         probe = DaemonSource(inside.socket)
         assert probe._session is not None
@@ -112,8 +118,7 @@ def test_one_of_two_drives_is_bad(built: Built, tmp_path: Path, kind: str, argum
         bad = [number for number, path in enumerate(files) if Path(path).is_relative_to(built.directories[2])]
         assert 0 < len(bad) < len(files)
         for file in bad:
-            kinds = [("error", errno.EIO), ("short", 4096), ("flip", 0), ("stall", 2)]
-            for name, value in kinds if kind == "all" else [(kind, argument)]:
+            for name, value in faults:
                 inside.server.inject(name, file=file, probability=0.3, argument=value, seed=seed)
 
         def work(number: int, counts: Counter[str]) -> None:
@@ -146,14 +151,14 @@ def test_one_of_two_drives_is_bad(built: Built, tmp_path: Path, kind: str, argum
         assert good_drive["read_bytes"] > 0
         counts.update(faults=stats["faults"], re_reads=bad_drive["re_reads"], bad_drive_errors=bad_drive["errors"])
         assert stats["faults"] > 0
-        told(f"{kind} on one of two drives", seed, counts)
+        told(f"{' and '.join(kind for kind, _ in faults)} on one of two drives", seed, counts)
 
 
 @pytest.mark.parametrize("is_long", campaign)
 def test_eight_clients_and_too_little_room(built: Built, tmp_path: Path, is_long: bool) -> None:
     """Each holds, pins and asks for more than it may have: typed errors, and the others never wait for ever."""
     seed, rounds = 12, 400 if is_long else 12
-    settings = {"quota": 2, "max_clients": 8, "cache_bytes": 19 * 28672}
+    settings: dict[str, Any] = {"quota": 2, "max_clients": 8, "cache_bytes": 19 * 28672}
     with daemon_inside(tmp_path / "s", built.directories, **settings) as inside, whole_afterwards(inside):
 
         def work(number: int, counts: Counter[str]) -> None:
@@ -235,7 +240,7 @@ def test_clients_come_and_go_under_small_limits(built: Built, tmp_path: Path, io
 def test_noise_on_the_socket_and_in_rings(built: Built, tmp_path: Path, is_long: bool) -> None:
     """Strangers send and scribble anything at all; a good client beside them always has the right bytes."""
     seed, seconds = 13, 300.0 if is_long else 2.0
-    settings = {"quota": 2, "max_clients": 6, "cache_bytes": 13 * 28672}
+    settings: dict[str, Any] = {"quota": 2, "max_clients": 6, "cache_bytes": 13 * 28672}
     with daemon_inside(tmp_path / "s", built.directories, **settings) as inside, whole_afterwards(inside):
         until_s = time.monotonic() + seconds
 

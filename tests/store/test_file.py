@@ -21,7 +21,7 @@ from k3.base.errors import ExpertError
 from k3.container.reader import Container
 from k3.model.keys import ExpertKey
 from k3.store.local.file_source import FileSource
-from k3.store.source import BudgetError
+from k3.store.source import BudgetError, ExpertSource
 from tests.support.containers import Built, build_container
 from tests.support.faults import DriveFaults, Fault, FaultySource
 from tests.support.file_takes import EXPERTS, right, take
@@ -133,7 +133,7 @@ class TestShuffled(SourceSuite):
 
     @pytest.fixture
     def opened(self, built: Built, model: Container) -> Iterator[Opened]:
-        def again(*, debug: bool = False) -> FaultySource:
+        def again(*, debug: bool = False) -> ExpertSource:
             return FaultySource(FileSource(model, working_slots=SLOTS, prefetch_slots=2, debug=debug), seed=3)
 
         source = again()
@@ -197,7 +197,12 @@ def test_two_threads_that_hold_and_wait_get_an_error_not_a_deadlock(model: Conta
 def test_a_waiting_request_goes_on_when_a_lease_comes_back(built: Built, model: Container) -> None:
     source = FileSource(model, working_slots=2)
     held = list(source.lease(1, [0, 1]))
-    timer = threading.Timer(0.1, lambda: [lease.release() for lease in held])
+
+    def give_back() -> None:
+        for lease in held:
+            lease.release()
+
+    timer = threading.Timer(0.1, give_back)
     timer.start()
     assert take(source, 2, [3, 4]) == right(built, 2, [3, 4])
     assert source.stats().wait_ns > 50_000_000

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from k3.base.errors import UnsupportedError
-from k3.store.protocol.native import Grants, NativeServer, Policy, ServerSettings, policy_names, slot_bytes_for
+from k3.store.protocol.native import (
+    Completion,
+    Grants,
+    NativeServer,
+    Policy,
+    ServerSettings,
+    policy_names,
+    slot_bytes_for,
+)
 from k3.store.protocol.ring_layout import Op, Source, Status
 from k3.store.source import Lease, Payload
 from tests.support.faults import STALL_MS
@@ -526,7 +534,8 @@ def test_completions_in_runs_say_the_same_as_one_by_one(tmp_path: Path) -> None:
         client.ask(0, [1, 99, 0], tag=5)
         client.ask(1, [2], tag=6)
         client.ask(0, [0], tag=7, op=Op.PIN)
-        runs, others = [], []
+        runs: list[Grants] = []
+        others: list[Completion] = []
         while sum(map(len, runs)) < 3 or len(others) < 2:
             assert client.ring.wait(5) == "completions"
             granted, rest = client.ring.take()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from k3.store import _store
 from k3.store.local import eviction
 from k3.store.routing.policies import MODELS, Key, Policy, PolicyModel, make_model
+
+MakePolicy: TypeAlias = Callable[[str, int, dict[int, int], list[Key]], Policy]
 
 COUNTS = st.dictionaries(st.integers(0, 6), st.integers(1, 6), min_size=1, max_size=4)
 
@@ -178,7 +183,7 @@ def test_long_runs_of_sets_agree(name: str, capacity: int, sets: list[tuple[int,
         make_model,
     ],
 )
-def test_no_room(make: type[Policy]) -> None:
+def test_no_room(make: MakePolicy) -> None:
     """Told apart from a key that is in already."""
     policy = make("lru", 1, {1: 4}, [])
     policy.insert(1, 0)
@@ -189,7 +194,7 @@ def test_no_room(make: type[Policy]) -> None:
 
 
 @pytest.mark.parametrize("make", [_store.Policy, make_model])
-def test_refusals(make: type[Policy]) -> None:
+def test_refusals(make: MakePolicy) -> None:
     with pytest.raises(ValueError, match="room"):
         make("lru", 0, {1: 4}, [])
     with pytest.raises(ValueError, match="no policy is called"):
@@ -202,14 +207,14 @@ def test_refusals(make: type[Policy]) -> None:
 class TestByHand:
     """Small cases whose right answer was written down before either side ran."""
 
-    def test_lru_sends_away_the_least_recently_used(self, make: type[Policy]) -> None:
+    def test_lru_sends_away_the_least_recently_used(self, make: MakePolicy) -> None:
         policy = make("lru", 2, {0: 9}, [])
         policy.insert(0, 1)
         policy.insert(0, 2)
         policy.access(0, 1)
         assert policy.insert(0, 3) == [(0, 2)]
 
-    def test_the_end_of_a_hold_is_a_use(self, make: type[Policy]) -> None:
+    def test_the_end_of_a_hold_is_a_use(self, make: MakePolicy) -> None:
         policy = make("lru", 2, {0: 9}, [])
         policy.insert(0, 1)
         policy.hold(0, 1)
@@ -217,14 +222,14 @@ class TestByHand:
         policy.unhold(0, 1)
         assert policy.insert(0, 3) == [(0, 2)]
 
-    def test_layer_lru_makes_a_full_layer_pay_for_itself(self, make: type[Policy]) -> None:
+    def test_layer_lru_makes_a_full_layer_pay_for_itself(self, make: MakePolicy) -> None:
         policy = make("layer-lru", 4, {0: 9, 1: 9}, [])
         for key in ((0, 0), (0, 1), (1, 0), (1, 1)):
             policy.insert(*key)
         assert policy.insert(1, 2) == [(1, 0)]
         assert policy.insert(0, 2) == [(0, 0)]
 
-    def test_layer_lru_takes_back_what_a_layer_borrowed(self, make: type[Policy]) -> None:
+    def test_layer_lru_takes_back_what_a_layer_borrowed(self, make: MakePolicy) -> None:
         policy = make("layer-lru", 4, {0: 9, 1: 9}, [])
         for expert in range(4):
             policy.insert(0, expert)
@@ -232,7 +237,7 @@ class TestByHand:
         assert policy.insert(1, 1) == [(0, 1)]
         assert policy.insert(1, 2) == [(1, 0)]
 
-    def test_least_stale_sends_away_what_its_layer_passed_over(self, make: type[Policy]) -> None:
+    def test_least_stale_sends_away_what_its_layer_passed_over(self, make: MakePolicy) -> None:
         """In the second pass, at layer 1: layer 0 has passed over 0 once, nothing else was passed over."""
         policy = make("least-stale", 4, {0: 9, 1: 9, 2: 9}, [])
         for key in ((0, 0), (0, 1), (1, 0), (2, 0)):
@@ -246,7 +251,7 @@ class TestByHand:
         assert policy.evict_one() == (1, 2)
         assert policy.evict_one() == (0, 1)  # then the layer below, and only then layer 2, which is wanted next
 
-    def test_s3_fifo_lets_only_what_was_used_again_into_main(self, make: type[Policy]) -> None:
+    def test_s3_fifo_lets_only_what_was_used_again_into_main(self, make: MakePolicy) -> None:
         policy = make("s3-fifo", 10, {0: 99}, [])
         for expert in range(10):
             policy.insert(0, expert)
@@ -258,7 +263,7 @@ class TestByHand:
             *((0, expert) for expert in range(3, 10)), (0, 10), (0, 0)
         ]  # fmt: skip
 
-    def test_s3_fifo_remembers_as_many_as_main_holds(self, make: type[Policy]) -> None:
+    def test_s3_fifo_remembers_as_many_as_main_holds(self, make: MakePolicy) -> None:
         policy = make("s3-fifo", 10, {0: 99}, [])
         for expert in range(20):
             policy.insert(0, expert)  # 0 to 9 have left again; 1 to 9 are remembered
@@ -267,7 +272,7 @@ class TestByHand:
         gone = [policy.evict_one() for _ in range(10)]
         assert gone == [*((0, expert) for expert in range(12, 20)), (0, 0), (0, 2)]  # 2 alone was in main
 
-    def test_pins_stay(self, make: type[Policy]) -> None:
+    def test_pins_stay(self, make: MakePolicy) -> None:
         policy = make("pin-lru", 2, {0: 9}, [(0, 1)])
         policy.insert(0, 1)
         policy.insert(0, 2)

@@ -186,7 +186,11 @@ def test_new_guesses_displace_old_ones_and_nothing_else(built: Built, model: Con
     for pair in ([0, 1], [1, 2], [3, 4]):
         before = source.stats().prefetched
         source.prefetch(1, pair)
-        wait_until(lambda before=before: source.stats().prefetched > before and source.stats().reads > before)
+
+        def has_begun(before: int = before) -> bool:
+            return source.stats().prefetched > before and source.stats().reads > before
+
+        wait_until(has_begun)
     wait_until(lambda: source.stats().reads == EXPERTS + source.stats().prefetched)
     take(source, built, 2, list(range(EXPERTS)))
     stats = source.stats()

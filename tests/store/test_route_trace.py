@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from k3.base.errors import DriveError, K3Error, VersionError
 from k3.engine.cli import main
+from k3.engine.forward.moe import LatentMoe, Routing
 from k3.store.routing.route_trace import (
     MAGIC,
     Choice,
@@ -407,11 +408,9 @@ def test_k3_run_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 def test_k3_run_keeps_whole_passes_when_interrupted_and_nothing_when_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, kept: int | None
 ) -> None:
-    from k3.engine.forward.moe import LatentMoe
-
     plain_call, calls = LatentMoe.__call__, 0
 
-    def failing(self: LatentMoe, x: np.ndarray, on_request: Callable[[Sequence[int]], None]) -> np.ndarray:
+    def failing(self: LatentMoe, x: np.ndarray, on_request: Callable[[Routing], None]) -> np.ndarray:
         nonlocal calls
         calls += 1
         if calls == 3 * 4 + 2:  # in the second of four layers with experts of the fourth pass

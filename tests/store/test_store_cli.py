@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from k3.base.direct_io import ReadFile
 from k3.base.memory_limit import memory_limit
 from k3.store.cli import main
 from k3.store.client.daemon_source import DaemonSource
@@ -161,7 +162,7 @@ def test_bench_refuses_the_page_cache(built: Built, tmp_path: Path, monkeypatch:
     told = k3_store("bench", *options)
     assert told.exit_code == 9
     assert "in a page cache" in told.stderr
-    monkeypatch.setattr(drive_bench.ReadFile, "_open_direct", lambda self, flags: -1)
+    monkeypatch.setattr(ReadFile, "_open_direct", lambda self, flags: -1)
     told = k3_store("bench", *options)
     assert told.exit_code == 9
     assert "would measure the page cache" in told.stderr

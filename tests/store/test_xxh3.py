@@ -66,4 +66,4 @@ def test_an_unknown_variant_is_refused() -> None:
 
 def test_a_buffer_with_gaps_is_refused() -> None:
     with pytest.raises((BufferError, ValueError)):
-        xxh3_128(np.zeros((8, 8), np.uint8)[:, ::2])
+        xxh3_128(memoryview(bytes(64))[::2])

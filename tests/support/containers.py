@@ -133,14 +133,14 @@ class _Builder:
             for layer in layers
         }
         self.payloads = {
-            ExpertKey(layer, expert): self.bytes(self.layouts[layer].payload_bytes)
+            ExpertKey(layer, expert): self.noise(self.layouts[layer].payload_bytes)
             for layer in layers
             for expert in range(experts)
         }
         self.pieces: dict[ExpertKey, list[CatalogExtent]] = {key: [] for key in self.payloads}
         self.files: list[DataFile] = []
 
-    def bytes(self, count: int) -> bytes:
+    def noise(self, count: int) -> bytes:
         return self.random.integers(0, 256, count, dtype=np.uint8).tobytes()
 
     def build(self) -> Built:
@@ -198,7 +198,7 @@ class _Builder:
             (f"{layout.block}.{e}.{part.name}", part.dtype, part.shape) for e in order for part in layout.parts
         ]
         header = build_header([("a.weight", "BF16", (37,)), *entries], align=8)
-        data = bytearray(header + self.bytes(74))
+        data = bytearray(header + self.noise(74))
         number = len(self.files)
         for expert in order:
             key = ExpertKey(layer, expert)
@@ -219,7 +219,7 @@ class _Builder:
         for name, dtype, shape, encoding in DENSE:
             groups += _stored(name, dtype, shape, encoding)
         layout = FileLayout([[group] for group in groups])
-        contents = [self.bytes(tensor_bytes(dtype, shape)) for _, dtype, shape in groups]
+        contents = [self.noise(tensor_bytes(dtype, shape)) for _, dtype, shape in groups]
         digests = self.write(0, DENSE_NAME, "dense", layout, contents)
         extents = [
             CatalogExtent(0, *extent, digest) for extent, digest in zip(layout.extents, digests, strict=True)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from k3.base.direct_io import ReadFile, aligned_buffer
 from k3.base.errors import K3Error
+from k3.base.huge_pages import HugePages
 from k3.model.keys import ExpertKey
 from k3.store.source import ExpertSource, Lease, LeaseStream, SourceStats
 
@@ -106,7 +107,7 @@ class DriveFaults:
 
 def _short_read(fd: int, target: Any, offset: int, count: int) -> int:
     """Read all, deliver `count` bytes: a kernel may stop anywhere, but only asks a drive for whole sectors."""
-    whole = aligned_buffer(len(target))[: len(target)]
+    whole: Any = aligned_buffer(len(target))[: len(target)]
     count = min(count, os.preadv(fd, [whole], offset))
     target[:count] = whole[:count]
     return count
@@ -140,6 +141,10 @@ class FaultySource:
     def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
         """Passed on."""
         return self._inner.prefetch(layer, experts)
+
+    def huge_pages(self) -> HugePages:
+        """The inner source's memory."""
+        return self._inner.huge_pages()
 
     def stats(self) -> SourceStats:
         """The inner source's counters."""

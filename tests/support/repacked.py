@@ -224,8 +224,8 @@ class Catalog:
 def check_files(catalog: Catalog, roots: Sequence[Path]) -> None:
     """Sizes, headers, digests; extents tile written files; padding is zero."""
     by_file: dict[int, list[tuple[int, int, int, bytes]]] = {number: [] for number in range(len(catalog.files))}
-    for file, *rest in catalog.extents():
-        by_file[file].append(tuple(rest))
+    for extent in catalog.extents():
+        by_file[extent[0]].append(extent[1:])
     for number, entry in enumerate(catalog.files):
         path = roots[entry["root"]] / entry["path"]
         data = path.read_bytes()

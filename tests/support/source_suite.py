@@ -65,7 +65,7 @@ class SourceSuite:
 
     def test_a_subset_in_any_order(self, opened: Opened) -> None:
         layer = opened.layers[-1]
-        asked = np.array(opened.experts(layer)[::-2], dtype=np.int64)  # ids as an engine has them
+        asked: Any = np.array(opened.experts(layer)[::-2], dtype=np.int64)  # ids as an engine has them
         got = {lease.expert: lease.payload.tobytes() for lease in opened.source.lease(layer, asked)}
         assert got == {int(e): opened.payloads[ExpertKey(layer, int(e))] for e in asked}
 
@@ -136,7 +136,7 @@ class SourceSuite:
             order = np.random.default_rng(seed)
             for _ in range(10):
                 layer = int(order.choice(opened.layers))
-                asked = order.permutation(opened.experts(layer))[: int(order.integers(1, 6))]
+                asked: Any = order.permutation(opened.experts(layer))[: int(order.integers(1, 6))]
                 for lease in opened.source.lease(layer, asked):
                     with lease:
                         right = opened.payloads[ExpertKey(lease.layer, lease.expert)]
@@ -169,7 +169,8 @@ class SourceSuite:
             assert opened.take_all(layer) == opened.right(layer)
             cancel()
             cancel()
-            opened.source.prefetch(layer, np.array([], dtype=np.int64))()
+            nothing: Any = np.array([], dtype=np.int64)
+            opened.source.prefetch(layer, nothing)()
         stats = opened.source.stats()
         assert stats.hits + stats.joined + stats.misses == sum(len(opened.experts(i)) for i in opened.layers) * 3
 

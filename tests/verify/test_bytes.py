@@ -103,7 +103,7 @@ def test_findings_come_in_file_order_however_many(built: Built) -> None:
     places = [(finding.path, finding.offset) for finding in result.findings]
     assert len(places) == 4
     order = {str(built.path(number)): number for number in range(len(built.manifest.files))}
-    assert places == sorted(places, key=lambda place: (order[place[0]], place[1]))
+    assert places == sorted(places, key=lambda place: (order[str(place[0])], place[1]))
 
 
 def test_only_what_was_chosen_is_read(built: Built) -> None:

@@ -1,0 +1,22 @@
+"""Types of the fixtures with which kernels are called in every way that they can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import numpy.typing as npt
+
+Arrays: TypeAlias = tuple[npt.NDArray[Any], ...]
+
+
+class Everyway(Protocol):
+    """Make a call with every variant and thread count, and return the one result as a tuple of arrays."""
+
+    def __call__(self, call: Callable[[], object], /) -> Arrays: ...
+
+
+class SameBits(Protocol):
+    """Assert equal shape, dtype and bits."""
+
+    def __call__(self, have: object, want: object, /) -> None: ...
