@@ -9,6 +9,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def hello(path: Path) -> tuple[socket.socket, wire.Welcome, list[int]]:
 def idle(daemon: Inside) -> bool:
     """Nobody attached, nothing held."""
     stats = daemon.server.stats()
-    return stats["clients"] == [] and stats["slots"]["held"] == stats["slots"]["filling"] == 0
+    return bool(stats["clients"] == [] and stats["slots"]["held"] == stats["slots"]["filling"] == 0)
 
 
 # What a client is given
@@ -157,7 +158,7 @@ def test_status_can_be_asked_any_number_of_times_on_one_connection(daemon: Insid
             wire.send(connection, wire.StatusRequest())
             answer = wire.receive(connection)
             assert isinstance(answer, wire.Status)
-    assert answer.status["clients"] == []
+            assert answer.status["clients"] == []
 
 
 def test_a_peer_that_does_not_read_is_dropped_and_not_waited_for(
@@ -488,6 +489,14 @@ STRANGER = """
 """
 
 
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that any user may enter; pytest's own may lie below one that only this user may."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="being somebody else takes root")
 @pytest.mark.parametrize(
     ("group", "gid", "more", "said"),
@@ -499,24 +508,20 @@ STRANGER = """
     ],
 )
 def test_strangers_and_members(
-    built: Built, tmp_path: Path, group: str | None, gid: int, more: str, said: str
+    built: Built, open_place: Path, group: str | None, gid: int, more: str, said: str
 ) -> None:
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o755)
     options = [] if group is None else ["--group", group]
-    with daemon_outside(tmp_path / "s", built.directories, *options):
-        command = [sys.executable, "-c", textwrap.dedent(STRANGER), str(tmp_path / "s"), str(gid), more]
+    with daemon_outside(open_place / "s", built.directories, *options):
+        command = [sys.executable, "-c", textwrap.dedent(STRANGER), str(open_place / "s"), str(gid), more]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert ended.stdout.strip().startswith(said), ended.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="being somebody else takes root")
-def test_credentials_count_and_not_only_the_mode(built: Built, tmp_path: Path) -> None:
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o755)
-    with daemon_outside(tmp_path / "s", built.directories):
-        (tmp_path / "s").chmod(0o666)  # somebody's mistake
-        command = [sys.executable, "-c", textwrap.dedent(STRANGER), str(tmp_path / "s"), "65534", ""]
+def test_credentials_count_and_not_only_the_mode(built: Built, open_place: Path) -> None:
+    with daemon_outside(open_place / "s", built.directories):
+        (open_place / "s").chmod(0o666)  # somebody's mistake
+        command = [sys.executable, "-c", textwrap.dedent(STRANGER), str(open_place / "s"), "65534", ""]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert "user 65534 may not use this daemon" in ended.stdout, ended.stderr
 
