@@ -18,22 +18,13 @@ from k3 import kernels
 from k3.base.errors import QuantizeError, UnsupportedError
 from k3.base.regular_file import RegularFile
 from k3.checkpoint.shard import SourceTensor
+from k3.model.encoded_tensor import NUMPY_DTYPES, stored_arrays
 from k3.model.k3_tensors import REAL_DTYPES
 from k3.model.keys import Encoding
 from k3.model.model_source import EncodedTensor
 
 BLOCK_BYTES = 32 << 20
 """Source bytes that are read and quantized at once (at least one row)."""
-
-INT4_GROUP = 64
-
-NUMPY_DTYPES: dict[str, str] = {
-    "BOOL": "u1", "U8": "u1", "I8": "i1", "F8_E5M2": "u1", "F8_E4M3": "u1", "F8_E8M0": "u1",
-    "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
-    "U32": "<u4", "I32": "<i4", "F32": "<f4",
-    "U64": "<u8", "I64": "<i8", "F64": "<f8",
-}  # fmt: skip
-"""What NumPy calls each dtype; bit patterns where it has no such type."""
 
 
 def read_tensor(path: Path, tensor: SourceTensor, encoding: Encoding) -> EncodedTensor:
@@ -59,7 +50,9 @@ def _read_encoded(file: RegularFile, tensor: SourceTensor, encoding: Encoding) -
             advice=f"Only matrices in {' or '.join(REAL_DTYPES)} can",
         )
     rows, columns = tensor.shape
-    data, scales = _empty_result(rows, columns, encoding)
+    arrays = stored_arrays(encoding, tensor.dtype, tensor.shape)
+    data, *more = [np.empty(shape, NUMPY_DTYPES[dtype]) for dtype, shape in arrays]
+    scales = more[0] if more else None
     row_bytes = tensor.nbytes // max(rows, 1)
     step = max(1, BLOCK_BYTES // max(row_bytes, 1))
     for first in range(0, rows, step):
@@ -72,19 +65,6 @@ def _read_encoded(file: RegularFile, tensor: SourceTensor, encoding: Encoding) -
         assert scales is not None
         data[first:last], scales[first:last] = _quantize(block, encoding, file.path, tensor, first)
     return EncodedTensor(tensor.name, encoding, tensor.dtype, tensor.shape, data, scales)
-
-
-def _empty_result(
-    rows: int, columns: int, encoding: Encoding
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
-    if encoding is Encoding.F32:
-        return np.empty((rows, columns), np.float32), None
-    if encoding is Encoding.INT8:
-        return np.empty((rows, columns), np.uint8), np.empty(rows, np.float32)
-    return (
-        np.empty((rows, -(-columns // 2)), np.uint8),
-        np.empty((rows, -(-columns // INT4_GROUP)), np.float32),
-    )
 
 
 def _quantize(

@@ -1,4 +1,8 @@
-"""Bytes of a container as arrays: how each encoding is seen through NumPy. Copies nothing; any thread."""
+"""The arrays that hold a dense tensor in each encoding: their dtypes, shapes and bytes. Pure; any thread.
+
+This is the one place with the rule (docs/container.md section 2.2); the repacker places by it, the verifier checks
+by it, and a snapshot is loaded by it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3.model.keys import Encoding
+from k3.kernels import INT4_GROUP
+from k3.model.keys import Encoding, tensor_bytes
 from k3.model.model_source import EncodedTensor
 
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
@@ -16,6 +21,26 @@ NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "U32": np.uint32, "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64, "F64": np.float64,
 }  # fmt: skip
 """The NumPy dtype that carries each safetensors dtype; those NumPy lacks travel as unsigned bit patterns."""
+
+
+def stored_arrays(encoding: Encoding, dtype: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return safetensors dtype and shape of the array that holds a tensor, or of weights and then scales.
+
+    `dtype` and `shape` are the published tensor's. ValueError when INT8 or INT4 is asked of no matrix.
+    """
+    if encoding is Encoding.RAW:
+        return [(dtype, shape)]
+    if encoding is Encoding.F32:
+        return [("F32", shape)]
+    rows, columns = shape
+    if encoding is Encoding.INT8:
+        return [("U8", shape), ("F32", (rows,))]
+    return [("U8", (rows, -(-columns // 2))), ("F32", (rows, -(-columns // INT4_GROUP)))]
+
+
+def bytes_of(encoding: Encoding, dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a dense tensor in an encoding, scales included and padding not."""
+    return sum(tensor_bytes(*array) for array in stored_arrays(encoding, dtype, shape))
 
 
 def encoded_tensor(

@@ -24,6 +24,7 @@ from k3.container.layout import (
     expert_file_layout,
     expert_file_name,
 )
+from k3.model.encoded_tensor import stored_arrays
 from k3.model.keys import (
     Encoding,
     ExpertKey,
@@ -35,8 +36,6 @@ from k3.model.keys import (
     tensor_bytes,
 )
 from k3.model.tensor_recipe import Recipe, mla_layers
-
-INT4_GROUP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,16 +287,10 @@ class Plan:
 
 def stored_tensors(source: SourceTensor, encoding: Encoding) -> list[Tensor]:
     """What a dense tensor is stored as: itself, or weights followed by scales (docs/container.md 2.2)."""
-    name, shape = source.name, source.shape
-    if encoding is Encoding.RAW:
-        return [(name, source.dtype, shape)]
-    if encoding is Encoding.F32:
-        return [(name, "F32", shape)]
-    rows, columns = shape
-    if encoding is Encoding.INT8:
-        return [(name, "U8", shape), (name + SCALES_SUFFIX, "F32", (rows,))]
-    groups = -(-columns // INT4_GROUP)
-    return [(name, "U8", (rows, -(-columns // 2))), (name + SCALES_SUFFIX, "F32", (rows, groups))]
+    arrays = stored_arrays(encoding, source.dtype, source.shape)
+    return [
+        (name, *array) for name, array in zip((source.name, source.name + SCALES_SUFFIX), arrays, strict=False)
+    ]
 
 
 def row_bytes(source: SourceTensor) -> int:

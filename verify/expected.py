@@ -20,8 +20,7 @@ from k3.container.layout import (
     expert_file_layout,
     expert_file_name,
 )
-from k3.kernels import INT4_GROUP
-from k3.model.keys import Encoding
+from k3.model.encoded_tensor import stored_arrays
 
 Place = tuple[int, int, int]
 """(offset, payload bytes, stored bytes) of an extent in its file."""
@@ -68,17 +67,9 @@ def header(file: ExpectedFile, shares: Sequence[int], tensors: Sequence[CatalogT
 
 def stored_tensors(tensor: CatalogTensor) -> list[Tensor]:
     """What the blob holds for a dense tensor: itself, or its weights followed by its scales."""
-    if tensor.encoding is Encoding.RAW:
-        return [(tensor.name, tensor.dtype, tensor.shape)]
-    if tensor.encoding is Encoding.F32:
-        return [(tensor.name, "F32", tensor.shape)]
-    rows, columns = tensor.shape
-    scales = tensor.name + SCALES_SUFFIX
-    if tensor.encoding is Encoding.INT8:
-        return [(tensor.name, "U8", tensor.shape), (scales, "F32", (rows,))]
+    arrays = stored_arrays(tensor.encoding, tensor.dtype, tensor.shape)
     return [
-        (tensor.name, "U8", (rows, -(-columns // 2))),
-        (scales, "F32", (rows, -(-columns // INT4_GROUP))),
+        (name, *array) for name, array in zip((tensor.name, tensor.name + SCALES_SUFFIX), arrays, strict=False)
     ]
 
 
