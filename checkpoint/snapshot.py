@@ -9,7 +9,7 @@ A `Snapshot` is immutable after `open`; its methods may be called from any threa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +26,12 @@ from k3.checkpoint.downloads import published_digest
 from k3.checkpoint.expert_census import ExpertCensus
 from k3.checkpoint.expert_table import ExpertTable
 from k3.checkpoint.index_check import IndexCheck
+from k3.checkpoint.read_ahead import READ_AHEAD, ReadAhead
 from k3.checkpoint.safetensors_header import Header, read_header
 from k3.checkpoint.shard import Shard, SourceTensor
 from k3.checkpoint.snapshot_files import SnapshotFiles
 from k3.checkpoint.tensor_table import TensorTable
+from k3.model.encoded_tensor import bytes_of
 from k3.model.identity import (
     GENERATION_CONFIG_NAME,
     TEXT_FILES,
@@ -40,7 +42,7 @@ from k3.model.identity import (
 from k3.model.keys import Encoding, ExpertLayout, Extent, is_vision, layer_of
 from k3.model.kinds import is_container
 from k3.model.model_config import text_config
-from k3.model.model_source import EncodedTensor
+from k3.model.model_source import DenseInfo, EncodedTensor
 from k3.model.tensor_recipe import (
     Recipe,
     execution_order,
@@ -54,6 +56,8 @@ SAMPLE_BYTES = 4096
 
 class Snapshot:
     """A snapshot over one or several directories. Made by `open` only."""
+
+    has_extents = True
 
     def __init__(self, files: SnapshotFiles, recipe: Recipe | None, layers: Sequence[int] | None) -> None:
         self._files = files
@@ -170,6 +174,11 @@ class Snapshot:
         """config.json as parsed, untouched."""
         return MappingProxyType(self._files.config)
 
+    def files(self) -> Iterator[Path]:
+        """Every shard."""
+        for shard in self._shards:
+            yield shard.path
+
     def text_file(self, name: str) -> Path | None:
         """Path of a small file that came with the model, or None."""
         return self._files.text_file(name)
@@ -181,6 +190,12 @@ class Snapshot:
     def tensor_names(self) -> Sequence[str]:
         """Dense tensors in execution order, vision and experts excluded."""
         return self._dense
+
+    def dense(self, name: str) -> DenseInfo:
+        """Return what headers and recipe say of a dense tensor. KeyError when there is none of this name."""
+        tensor, encoding = self._plain[name], self.encoding(name)
+        stored_bytes = bytes_of(encoding, tensor.dtype, tensor.shape)
+        return DenseInfo(tensor.dtype, tensor.shape, encoding, stored_bytes, stored_bytes, 0)
 
     def encoding(self, name: str) -> Encoding:
         """How `read_tensor` stores a dense tensor. KeyError when there is none of this name."""
@@ -197,6 +212,23 @@ class Snapshot:
         """
         tensor = self._plain[name]
         return tensor_reader.read_tensor(self._shards[tensor.shard].path, tensor, self.encoding(name))
+
+    def begin_load(
+        self,
+        names: Sequence[str],
+        *,
+        on_read: Callable[[str], None] = lambda name: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> ReadAhead:
+        """Begin to read and quantize dense tensors, a few ahead of those that are taken."""
+        return ReadAhead(self.read_tensor, names, on_read=on_read, on_end=on_end)
+
+    def loading_bytes(self, names: Sequence[str]) -> int:
+        """Return the bytes of the largest tensors that can be read at once, as the shards hold them."""
+        return sum(sorted(self._plain[name].nbytes for name in names)[-READ_AHEAD:])
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
 
     def expert_layers(self) -> Sequence[int]:
         """0-based layers that have routed experts, ascending."""

@@ -25,15 +25,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from k3.base import checksum
 from k3.base.direct_io import ReadFile
 from k3.base.errors import DamageError, DriveError, K3Error
 from k3.base.huge_pages import HugePages, huge_pages
 from k3.base.page_buffers import huge_memory, populate
+from k3.container.catalog import CatalogTensor
 from k3.container.dense_plan import PIECE_BYTES, Placed, plan_dense
-from k3.container.reader import Container
 from k3.model.model_source import EncodedTensor
 
 if TYPE_CHECKING:
@@ -50,6 +50,16 @@ def open_file(path: Path, direct: bool) -> ReadFile:
     return ReadFile(path, direct=direct)
 
 
+class DenseFiles(Protocol):
+    """The part of a container that a load needs."""
+
+    def tensor(self, name: str) -> CatalogTensor:
+        """Return a dense tensor's catalog entry. KeyError when there is none."""
+
+    def file_path(self, number: int) -> Path:
+        """Return the path of data file `number`."""
+
+
 class _Pages(enum.Enum):
     ABSENT = enum.auto()
     CLAIMED = enum.auto()
@@ -61,7 +71,7 @@ class DenseLoad:
 
     def __init__(
         self,
-        container: Container,
+        container: DenseFiles,
         names: Sequence[str],
         *,
         on_read: Callable[[str], None] | None = None,

@@ -8,7 +8,7 @@ size; no tensor is touched. After that `Container` is immutable and may be used 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +31,14 @@ from k3.base.strict_json import parse_object
 from k3.checkpoint.hf_cache import possible_snapshots
 from k3.container.catalog import CATALOG_BYTES_MAX, CatalogLayer, CatalogReader, CatalogTensor
 from k3.container.catalog_record import CatalogExtent
+from k3.container.dense_load import DenseLoad
 from k3.container.layout import JOURNAL_NAME, ROOT_FORMAT, ROOT_NAME, VERSION
 from k3.container.manifest import DataFile, Manifest, Root, parse_manifest
 from k3.model.identity import GENERATION_CONFIG_NAME, ModelIdentity, config_identity, text_identity
 from k3.model.keys import ExpertLayout, Extent
 from k3.model.kinds import MANIFEST_NAME
 from k3.model.model_config import CONFIG_NAME, parse_config
-from k3.model.model_source import EncodedTensor
+from k3.model.model_source import DenseInfo, EncodedTensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +62,9 @@ class LocatedRoot:
 
 
 class Container:
-    """A finished container, opened for reading."""
+    """A finished container, opened for reading. Made by `open` only."""
+
+    has_extents = True
 
     def __init__(self, home: Path, manifest: Manifest, roots: tuple[LocatedRoot, ...], catalog: CatalogReader):
         self.home = home
@@ -92,28 +95,59 @@ class Container:
     @cached_property
     def identity(self) -> ModelIdentity:
         """The UUID with the digests of configuration and vocabulary: equal content, equal identity."""
-        generation = None if self.text_file(GENERATION_CONFIG_NAME) is None else self._text(GENERATION_CONFIG_NAME)
         return ModelIdentity(
             weights=self.manifest.container,
-            config=config_identity(self.config, generation, self.home / CONFIG_NAME),
+            config=config_identity(self.config, self.text_bytes(GENERATION_CONFIG_NAME), self.config_path),
             text=text_identity({file.path: file.digest for file in self.manifest.text_files}),
         )
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """config.json as parsed, untouched."""
-        if self.text_file(CONFIG_NAME) is None:
+        data = self.text_bytes(CONFIG_NAME)
+        if data is None:
             raise ContainerError("container has no config.json", path=self.home)
-        return parse_config(self._text(CONFIG_NAME), self.home / CONFIG_NAME)
+        return parse_config(data, self.config_path)
+
+    @property
+    def config_path(self) -> Path:
+        """The config.json in the container's home."""
+        return self.home / CONFIG_NAME
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directory of every root, home first."""
+        return tuple(dict.fromkeys((self.home, *(root.directory for root in self.roots))))
+
+    def files(self) -> Iterator[Path]:
+        """Every data file."""
+        yield from self._paths
 
     def text_file(self, name: str) -> Path | None:
         """Path of a small file that came with the model, or None."""
         known = any(file.path == name for file in self.manifest.text_files)
         return self.home / name if known else None
 
+    def text_bytes(self, name: str) -> bytes | None:
+        """The bytes of a small file, None without it. DamageError when they are not what the manifest says."""
+        path = self.text_file(name)
+        if path is None:
+            return None
+        data = _read_small(path)
+        expected = next(file.digest for file in self.manifest.text_files if file.path == name)
+        if checksum.digest(data).hex() != expected:
+            raise DamageError(f"{name} does not match its digest", path=path, advice="Restore it, or repack")
+        return data
+
     def tensor_names(self) -> Sequence[str]:
         """Dense tensors in execution order."""
         return tuple(self._tensors)
+
+    def dense(self, name: str) -> DenseInfo:
+        """Return what the catalog says of a dense tensor. KeyError when there is none."""
+        entry = self._tensors[name]
+        stored_bytes = entry.weights.stored_bytes + (0 if entry.scales is None else entry.scales.stored_bytes)
+        return DenseInfo(entry.dtype, entry.shape, entry.encoding, stored_bytes, stored_bytes, stored_bytes)
 
     def tensor(self, name: str) -> CatalogTensor:
         """A dense tensor's catalog entry; KeyError when there is none."""
@@ -127,6 +161,20 @@ class Container:
         scales = None if entry.scales is None else self._read(entry.scales, name)
         weights = self._read(entry.weights, name)
         return encoded_tensor(name, entry.encoding, entry.dtype, entry.shape, weights, scales)
+
+    def begin_load(
+        self,
+        names: Sequence[str],
+        *,
+        on_read: Callable[[str], None] = lambda name: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> DenseLoad:
+        """Begin to read dense tensors in the background, past the page cache, each checked by its digest."""
+        return DenseLoad(self, names, on_read=on_read, on_end=on_end)
+
+    def loading_bytes(self, names: Sequence[str]) -> int:
+        """Return 0: tensors are read straight to their places."""
+        return 0
 
     def expert_layers(self) -> Sequence[int]:
         """0-based layers that have routed experts, ascending."""
@@ -162,15 +210,6 @@ class Container:
         if not 0 <= item.file < len(self._paths):
             raise ContainerError(f"catalog points into file {item.file}, which does not exist", path=self.home)
         return Extent(self._paths[item.file], item.offset, item.payload_bytes, item.stored_bytes, item.digest)
-
-    def _text(self, name: str) -> bytes:
-        """The bytes of a small file. DamageError when they are not what the manifest says."""
-        path = self.home / name
-        data = _read_small(path)
-        expected = next(file.digest for file in self.manifest.text_files if file.path == name)
-        if checksum.digest(data).hex() != expected:
-            raise DamageError(f"{name} does not match its digest", path=path, advice="Restore it, or repack")
-        return data
 
     @cached_property
     def _tensors(self) -> dict[str, CatalogTensor]:

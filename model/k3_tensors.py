@@ -1,7 +1,9 @@
 """K3's tensors: the one table of their names, in the order of the forward pass, with shapes, dtypes and uses.
 
-The repacker orders and quantizes dense tensors by it, `model_check` holds a model's headers against it before a
-byte is copied, and the engine loads by it. Tensors that are not in the table are never guessed at.
+Two modules derive from it: `tensor_recipe` the order and the encoding of each tensor, by which the repacker writes
+and a snapshot is loaded; `tensor_names` the names, shapes and uses that a configuration asks for, by which headers
+are checked and the engine plans. Tensors that are not in the table are never guessed at. The reference model and
+the synthetic snapshots of the verifier spell the names again: they are there to find mistakes in this table.
 
 Values and pure functions; safe to use from any thread.
 """
@@ -21,6 +23,9 @@ Use = Literal[
 ]  # fmt: skip
 """The purpose of a dense tensor, as `k3-run --plan` prints it. The last one is held as float32, all others are
 matrices that stay in their stored form."""
+
+PREFIX = "language_model."
+"""The beginning of the text model's tensor names inside the multimodal checkpoint; there may be none."""
 
 REAL_DTYPES = ("BF16", "F16", "F32")
 """Dtypes that a dense tensor can have: each of their numbers is exactly a float32."""

@@ -1,12 +1,13 @@
-"""What an engine or a verifier may ask of a model on disk, whether it is a container or a raw snapshot.
+"""The contract between a model on disk, or behind a daemon, and all who read it: `ModelSource`.
 
-`ModelSource` is the contract; `reader.Container` and `snapshot.Snapshot` fulfil it. Nothing above this room
-knows an offset: it is given `Extent`s and `EncodedTensor`s.
+`container.reader.Container`, `checkpoint.snapshot.Snapshot` and `store.client.daemon_model.DaemonModel` fulfil it.
+A new kind of source is one more class with these methods: nothing above it asks for the kind. Nothing above knows
+an offset either; it is given `Extent`s and `EncodedTensor`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +18,8 @@ from k3.model.keys import Encoding, ExpertLayout, Extent
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from k3.base.huge_pages import HugePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,44 @@ class EncodedTensor:
     scales: npt.NDArray[np.float32] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DenseInfo:
+    """A dense tensor by headers alone: its form, and the memory that it will take once it is loaded.
+
+    `dtype` and `shape` are those of the published tensor, `encoding` is the form in which it is loaded.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    encoding: Encoding
+    stored_bytes: int  # weights, scales and padding, wherever that memory is
+    resident_bytes: int  # of these, in memory of the process that loads the tensor; 0 for shared memory
+    kept_bytes: int  # of `resident_bytes`, not freed with the tensor: one region holds the tensors of a load
+
+
+class TensorReader(Protocol):
+    """Gives out a model's dense tensors while they are being read."""
+
+    def take(self, name: str) -> EncodedTensor:
+        """Return a tensor, once. Wait until it is read; raise what reading it raised."""
+
+
+class TensorLoad(TensorReader, Protocol):
+    """Dense tensors that are being read in the background, from the moment the load is made until it is closed."""
+
+    @property
+    def retries(self) -> int:
+        """Reads that failed at first and were right the second time."""
+
+    def huge_pages(self) -> HugePages:
+        """Return how much of the buffers lies in huge pages, of what was asked for."""
+
+    def close(self) -> None:
+        """Stop reading. Tensors that were taken stay valid."""
+
+
 class ModelSource(Protocol):
-    """A model on disk: configuration, dense tensors, and where each expert lies."""
+    """A model by its files: configuration, dense tensors, and the place of each expert. Reads on request only."""
 
     @property
     def identity(self) -> ModelIdentity:
@@ -49,14 +88,51 @@ class ModelSource(Protocol):
     def config(self) -> Mapping[str, Any]:
         """config.json as parsed, untouched."""
 
+    @property
+    def config_path(self) -> Path:
+        """The config.json that `config` came from, for messages."""
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Every directory that holds files of the model, as this process or the daemon names it."""
+
+    def files(self) -> Iterator[Path]:
+        """Every file that weights are read from; files may be links to places outside of `directories`."""
+
     def text_file(self, name: str) -> Path | None:
         """Path of a small file that came with the model (tiktoken.model, generation_config.json), or None."""
+
+    def text_bytes(self, name: str) -> bytes | None:
+        """Return the bytes of a small file, compared with the digest on record for it if any; None without it."""
 
     def tensor_names(self) -> Sequence[str]:
         """Dense tensors in execution order, vision and experts excluded."""
 
+    def dense(self, name: str) -> DenseInfo:
+        """Return what is known of a dense tensor without reading it. KeyError when there is none."""
+
     def read_tensor(self, name: str) -> EncodedTensor:
         """One dense tensor. KeyError when there is none; K3Error when it cannot be read as it should be."""
+
+    def begin_load(
+        self,
+        names: Sequence[str],
+        *,
+        on_read: Callable[[str], None] = lambda name: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> TensorLoad:
+        """Begin to read dense tensors in the background, in the order of `names`, and return at once.
+
+        `on_read` is called with each tensor's name before or while it is taken, `on_end` once, at the end of all
+        reading or at `close`; both perhaps from another thread. Imports no NumPy if the source has not.
+        """
+
+    def loading_bytes(self, names: Sequence[str]) -> int:
+        """Return the most memory that `begin_load` holds besides the tensors themselves, before it ends."""
+
+    @property
+    def has_extents(self) -> bool:
+        """False when experts come as leases of a daemon: `expert_extents` then raises UnsupportedError."""
 
     def expert_layers(self) -> Sequence[int]:
         """0-based layers that have routed experts, ascending."""
@@ -69,3 +145,6 @@ class ModelSource(Protocol):
 
     def expert_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
         """Where an expert lies: its payload is the payloads of these extents, one after the other."""
+
+    def close(self) -> None:
+        """Let go of files; nothing can be read afterwards, and tensors that were read stay valid."""

@@ -19,17 +19,23 @@ from k3.model.k3_tensors import (
     EXPERT_MATRICES,
     IN_LAYER,
     MX_GROUP,
+    PREFIX,
     REAL_DTYPES,
     KnownTensor,
+    Use,
 )
 from k3.model.keys import ExpertLayout, ExpertPart, layer_of
 
 Shape = tuple[int, ...]
 
-ALL_TEXT_PREFIXES = ("language_model.", "")
+ALL_TEXT_PREFIXES = (PREFIX, "")
 """Possible beginnings of the text model's names: inside the multimodal checkpoint, and alone."""
 
 _LISTED = 5  # names shown in an error before "and N more"
+
+_OUTSIDE_USES = {tensor.name: tensor.use for tensor in (*BEFORE_LAYERS, *AFTER_LAYERS)}
+_KDA_USES = {tensor.name: tensor.use for tensor in IN_LAYER if tensor.layers != "mla"}
+_MLA_USES = {tensor.name: tensor.use for tensor in IN_LAYER if tensor.layers != "kda"}
 
 
 def text_prefix(names: Iterable[str], path: Path | None = None) -> str:
@@ -126,6 +132,16 @@ def _dimensions(config: ModelConfig) -> dict[str, int]:
         "moe_latent": moe.latent,
         "shared_inner": moe.shared_experts * moe.inner,
     }
+
+
+def tensor_use(name: str, config: ModelConfig) -> Use:
+    """Return the purpose of a dense tensor of the model. KeyError for one that K3 does not have."""
+    plain = name.removeprefix(PREFIX)
+    layer = layer_of(plain)
+    if layer is None:
+        return _OUTSIDE_USES[plain]
+    uses = _KDA_USES if layer in config.kda_layers else _MLA_USES
+    return uses[plain.removeprefix(f"model.layers.{layer}.")]
 
 
 def needed_names(names: Iterable[str], config: ModelConfig) -> list[str]:

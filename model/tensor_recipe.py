@@ -1,7 +1,7 @@
-"""In which order the forward pass reads K3's dense tensors, and how each is to be stored.
+"""The order in which the forward pass reads K3's dense tensors, and the encoding that each is stored in.
 
-The repacker writes with it and a raw snapshot is read with it, so both give an engine the same bytes. Tensors
-that are not in the table of `k3_tensors` are never guessed at: they keep their bytes (RAW).
+Both are derived from the table in `k3_tensors`. The repacker writes by them and a raw snapshot is read by them, so
+both give an engine the same bytes. Tensors that are not in the table keep their bytes (RAW).
 
 Values and pure functions; safe to use from any thread.
 """
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from k3.model.k3_tensors import AFTER_LAYERS, BEFORE_LAYERS, IN_LAYER, MLA_MARK, REAL_DTYPES
+from k3.model.k3_tensors import AFTER_LAYERS, BEFORE_LAYERS, IN_LAYER, MLA_MARK, PREFIX, REAL_DTYPES
 from k3.model.keys import Encoding, is_vision, layer_of
 
 MATRIX_ENCODINGS: dict[int, Encoding] = {
@@ -23,7 +23,6 @@ MATRIX_ENCODINGS: dict[int, Encoding] = {
 }
 """Bits per weight that can be asked for, and what they mean for a matrix."""
 
-_PREFIX = "language_model."
 _DECODER = re.compile(r"^model\.layers\.([0-9]+)\.(.+)$")
 _BEFORE = {tensor.name: rank for rank, tensor in enumerate(BEFORE_LAYERS)}
 _AFTER = {tensor.name: rank for rank, tensor in enumerate(AFTER_LAYERS)}
@@ -123,6 +122,6 @@ def _order(name: str) -> tuple[int, int, int, str]:
 
 def _split(name: str) -> tuple[int | None, str]:
     """A decoder layer's number and what follows it, or None and the whole name; both without prefix."""
-    plain = name.removeprefix(_PREFIX)
+    plain = name.removeprefix(PREFIX)
     match = _DECODER.match(plain)
     return (None, plain) if match is None else (int(match[1]), match[2])

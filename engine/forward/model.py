@@ -16,6 +16,7 @@ the bits are the same. One forward pass at a time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -29,9 +30,8 @@ from k3.engine.forward.observer import PassObserver
 from k3.engine.forward.residual import ResidualMix
 from k3.engine.forward.state import State
 from k3.engine.forward.weights import Weights, to_float32
-from k3.engine.launch.read_ahead import ReadAhead, TensorReader
 from k3.model.architecture import ModelConfig
-from k3.model.model_source import EncodedTensor, ModelSource
+from k3.model.model_source import EncodedTensor, ModelSource, TensorReader
 from k3.model.tensor_names import needed_names
 from k3.store.source import ExpertSource
 
@@ -65,7 +65,7 @@ class Model:
         if loading is not None:
             self._build(source, experts, loading)
             return
-        with ReadAhead(source, needed_names(source.tensor_names(), config)) as reading:
+        with contextlib.closing(source.begin_load(needed_names(source.tensor_names(), config))) as reading:
             self._build(source, experts, reading)
             self.load()
 

@@ -16,11 +16,10 @@ import numpy.typing as npt
 from k3 import kernels
 from k3.base.errors import DamageError, UnsupportedError
 from k3.engine.forward.deferred import Deferred
-from k3.engine.launch.read_ahead import TensorReader
 from k3.model.architecture import ModelConfig
 from k3.model.k3_tensors import REAL_DTYPES
 from k3.model.keys import Encoding
-from k3.model.model_source import EncodedTensor, ModelSource
+from k3.model.model_source import EncodedTensor, ModelSource, TensorReader
 from k3.model.tensor_names import check_shape, expected_tensors, text_prefix
 
 Array = npt.NDArray[np.float32]

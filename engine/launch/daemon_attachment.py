@@ -10,15 +10,16 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from k3.base.errors import DaemonError
 from k3.container.reader import Container
 from k3.engine.definition.settings import ModelSettings
-from k3.engine.launch.memory_plan import MemoryPlan
 from k3.model.identity import ModelIdentity
+from k3.model.model_source import ModelSource
 from k3.store.client.daemon_model import DaemonModel
 from k3.store.client.daemon_source import DaemonSource
-from k3.store.client.socket_link import Link
+from k3.store.client.socket_link import Link, ask_status
 from k3.store.local.file_source import FileSource
 from k3.store.source import ExpertSource
 
@@ -30,9 +31,13 @@ class Attachment:
     """A daemon's model, or the container that stands in for it until there is a daemon."""
 
     socket: Path
-    source: DaemonModel | Container
+    source: ModelSource
     link: Link | None
     opened: list[Container] = field(default_factory=list)
+
+    def status(self) -> dict[str, Any] | None:
+        """Ask the daemon for its status; None while the container stands in. DaemonError."""
+        return None if self.source.has_extents else ask_status(self.socket)
 
     def close(self) -> None:
         """Let go of the connection, unless `open_experts` took it over, and of all files."""
@@ -82,20 +87,21 @@ def _check_same(container: Container, identity: ModelIdentity) -> None:
         )
 
 
-def open_experts(attachment: Attachment, settings: ModelSettings, plan: MemoryPlan) -> DaemonSource:
-    """The source of experts, which takes over the connection. `plan` is the fallback's."""
+def open_experts(
+    attachment: Attachment, settings: ModelSettings, *, cache_bytes: int, prefetch_slots: int
+) -> DaemonSource:
+    """Return the source of experts, which takes over the connection. The sizes are the fallback's."""
     link, attachment.link = attachment.link, None
     identity = attachment.source.identity
-    home, roots = settings.container or attachment.source.home, settings.roots
-    if not roots and isinstance(attachment.source, DaemonModel):
-        roots = attachment.source.roots
+    home = settings.container or attachment.source.directories[0]
+    roots = settings.roots or attachment.source.directories
 
     def fall_back() -> ExpertSource:
         container = Container.open(home, roots)
         attachment.opened.append(container)
         _check_same(container, identity)
         return FileSource(
-            container, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch, direct=settings.direct,
+            container, cache_bytes=cache_bytes, prefetch_slots=prefetch_slots, direct=settings.direct,
             verify=settings.verify,
         )  # fmt: skip
 

@@ -19,9 +19,10 @@ from k3.base.streams import say
 from k3.engine.definition.run_report import Report
 from k3.engine.definition.settings import ModelSettings, RunSettings
 from k3.engine.launch.given_prompt import check_given
-from k3.engine.launch.loading import LoadingWeights, check_dense_fits, loading_weights, without
+from k3.engine.launch.loading import check_dense_fits, loading_weights, without
 from k3.engine.launch.model_files import OpenedModel, open_model_files
 from k3.engine.launch.output_paths import check_distinct, check_outside_model
+from k3.model.model_source import TensorLoad
 
 VOCABULARY_BYTES = 100_000_000
 """Memory that the vocabulary of the whole model takes, about; read after the limit is measured."""
@@ -35,7 +36,7 @@ class Launched:
     """A model whose files are sound and whose weights are loading; the memory limit as it was before loading."""
 
     opened: OpenedModel
-    weights: LoadingWeights
+    weights: TensorLoad
     limit: Limit
     report: Report
 

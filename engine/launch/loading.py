@@ -10,56 +10,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
 from k3.base.cli_support import Progress
-from k3.base.huge_pages import HugePages
 from k3.base.memory_limit import Limit
-from k3.container.dense_load import DenseLoad
-from k3.container.reader import Container
 from k3.engine.definition.settings import ModelSettings
-from k3.engine.launch.memory_plan import dense_bytes, plan_memory
+from k3.engine.launch.memory_plan import plan_memory
 from k3.engine.launch.model_files import OpenedModel
-from k3.engine.launch.read_ahead import ReadAhead
-from k3.model.model_source import EncodedTensor
+from k3.model.model_source import TensorLoad
 
 GIL_SWITCH_INTERVAL_S = 0.0005
 """While loading, reader and hash threads need the GIL between reads; CPython's 5 ms is longer than a read."""
 
 
-class LoadingWeights(Protocol):
-    """Dense tensors that are being read. `retries` reads failed at first and were right the second time."""
-
-    @property
-    def retries(self) -> int:
-        """Reads that were made a second time."""
-
-    def take(self, name: str) -> EncodedTensor:
-        """Return a tensor, once; waits for it, and raises what reading it raised."""
-
-    def huge_pages(self) -> HugePages:
-        """Return what the buffers got of the huge pages they asked for."""
-
-    def close(self) -> None:
-        """Stop reading; tensors that were taken stay valid."""
-
-
 def check_dense_fits(opened: OpenedModel, settings: ModelSettings, limit: Limit) -> None:
     """Raise UnsupportedError, with all numbers, when not even a run of one token fits in memory."""
-    plan_memory(
-        opened.source, opened.config, opened.names, settings, limit, capacity=1, chunk=1, every_logit=False
-    ).check()
+    plan_memory(opened, settings, limit, capacity=1, chunk=1, every_logit=False).check()
 
 
 @contextlib.contextmanager
 def loading_weights(
     opened: OpenedModel, *, on_loaded: Callable[[float], None] = lambda load_s: None, as_json: bool = False
-) -> Iterator[LoadingWeights]:
+) -> Iterator[TensorLoad]:
     """Read the model's dense weights in the background, shown by a progress bar, until the block is left.
 
     `on_loaded` receives the seconds that reading took, from another thread, when it has ended.
     """
-    sizes = {name: dense_bytes(opened.source, name) for name in opened.names}
+    sizes = {name: opened.source.dense(name).resident_bytes for name in opened.names}
     began_s = time.monotonic()
     with contextlib.ExitStack() as display:  # closed at the end of reading, or with the block if that is earlier
         bar = Progress("loading", sum(sizes.values()), as_json=as_json)
@@ -70,18 +46,11 @@ def loading_weights(
             display.close()
             on_loaded(time.monotonic() - began_s)
 
-        loading = _begin(opened, on_read=lambda name: bar.advance(sizes[name]), on_end=end)
+        loading = opened.source.begin_load(opened.names, on_read=lambda name: bar.advance(sizes[name]), on_end=end)
         try:
             yield loading
         finally:
             loading.close()  # before the bar, which a load that is being closed still moves
-
-
-def _begin(opened: OpenedModel, *, on_read: Callable[[str], None], on_end: Callable[[], None]) -> LoadingWeights:
-    """A container's extents are read as they are; any other source's tensors may have to be quantized."""
-    if isinstance(opened.source, Container):
-        return DenseLoad(opened.source, opened.names, on_read=on_read, on_end=on_end)
-    return ReadAhead(opened.source, opened.names, on_read=on_read, on_end=on_end)
 
 
 @contextlib.contextmanager

@@ -8,38 +8,29 @@ thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias, get_args
+from typing import get_args
 
 from k3.base.memory_limit import Limit
-from k3.container.reader import Container
 from k3.engine.definition.settings import ModelSettings
 from k3.engine.definition.state_size import scores_bytes, state_bytes
 from k3.engine.launch.memory_need import CHUNK_COPIES, Need, check_fits
-from k3.engine.launch.read_ahead import READ_AHEAD
+from k3.engine.launch.model_files import OpenedModel
 from k3.model.architecture import ModelConfig
-from k3.model.k3_tensors import AFTER_LAYERS, BEFORE_LAYERS, IN_LAYER, Use
-from k3.model.keys import Encoding, layer_of, tensor_bytes
-from k3.store.client.daemon_model import DaemonModel
+from k3.model.k3_tensors import Use
+from k3.model.model_source import DenseInfo
+from k3.model.tensor_names import tensor_use
 from k3.store.local.fetch import buffer_bytes
 from k3.store.local.file_source import WORKING_SLOTS
-
-if TYPE_CHECKING:
-    from k3.checkpoint.snapshot import Snapshot
 
 AUTO_CACHE_SHARE = 0.8
 """Part of the memory left over that an expert cache of no given size takes; the rest is for the page cache."""
 
-Source: TypeAlias = "Container | Snapshot | DaemonModel"
-
 DENSE_PARTS: tuple[Use, ...] = get_args(Use)
-"""What dense weights are for, in the order in which they are printed."""
+"""Purposes of dense weights, in the order in which they are printed."""
 
 _VECTORS: Use = "norms and other vectors"
-_OUTSIDE = {tensor.name: tensor.use for tensor in (*BEFORE_LAYERS, *AFTER_LAYERS)}
-_KDA = {tensor.name: tensor.use for tensor in IN_LAYER if tensor.layers != "mla"}
-_MLA = {tensor.name: tensor.use for tensor in IN_LAYER if tensor.layers != "kda"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +71,14 @@ class MemoryPlan:
 
 
 def plan_memory(
-    source: Source,
-    config: ModelConfig,
-    names: Sequence[str],
-    settings: ModelSettings,
-    limit: Limit,
-    *,
-    capacity: int,
-    chunk: int,
-    every_logit: bool,
+    opened: OpenedModel, settings: ModelSettings, limit: Limit, *, capacity: int, chunk: int, every_logit: bool
 ) -> MemoryPlan:
-    """What a run of `capacity` tokens needs that reads the dense tensors `names`.
+    """Return the memory that a run of `capacity` tokens needs, prompts taken in `chunk` tokens at a time.
 
     Unless the settings say how many, as many experts as a token uses may be read on a guess, so long as this
     process reads experts at all, and does not come to have all of them in memory.
     """
+    source, config = opened.source, opened.config
     layers = [layer for layer in config.layers if layer in config.moe_layers]
     own_cache = settings.store is None or settings.fallback == "file"  # else the daemon has it
     slot_bytes = max((buffer_bytes(source.expert_layout(layer)) for layer in layers), default=0)
@@ -102,11 +86,12 @@ def plan_memory(
     if prefetch is None:
         prefetch = config.moe.top_k if layers and settings.store is None else 0
     parts: dict[str, int] = dict.fromkeys(DENSE_PARTS, 0)
-    for name in names:
-        parts[dense_part(name, config)] += dense_bytes(source, name) + widened_bytes(source, name, config)
+    for name in opened.names:
+        use = tensor_use(name, config)
+        parts[use] += held_bytes(source.dense(name), as_float32=use == _VECTORS)
     need = Need(
         dense_bytes=sum(parts.values()),
-        load_bytes=sum(sorted(source_bytes(source, name) for name in names)[-READ_AHEAD:]),
+        load_bytes=source.loading_bytes(opened.names),
         state_bytes=state_bytes(config, capacity),
         activation_bytes=activation_bytes(config, min(chunk, capacity), every_logit=every_logit)
         + scores_bytes(config, capacity, min(chunk, capacity)),
@@ -123,68 +108,14 @@ def plan_memory(
     return MemoryPlan(need, limit, parts, capacity, slot_bytes, experts, largest_bytes, prefetch)
 
 
-def dense_part(name: str, config: ModelConfig) -> Use:
-    """Which of `DENSE_PARTS` a dense tensor belongs to."""
-    _, _, rest = name.rpartition("language_model.")
-    layer = layer_of(rest)
-    if layer is None:
-        return _OUTSIDE[rest]
-    inner = rest.removeprefix(f"model.layers.{layer}.")
-    return (_KDA if layer in config.kda_layers else _MLA)[inner]
+def held_bytes(tensor: DenseInfo, *, as_float32: bool) -> int:
+    """Return this process's memory for a dense tensor that a run uses as it is stored, or as float32.
 
-
-def dense_bytes(source: Source, name: str) -> int:
-    """Memory that a dense tensor takes as the engine holds it, without reading it. None for a daemon's: shared."""
-    if isinstance(source, DaemonModel):
-        return 0
-    if isinstance(source, Container):
-        entry = source.tensor(name)
-        return entry.weights.stored_bytes + (0 if entry.scales is None else entry.scales.stored_bytes)
-    tensor, encoding = source.tensors[name], source.encoding(name)
-    if encoding is Encoding.RAW:
-        return tensor.nbytes
-    rows, columns = tensor.shape
-    if encoding is Encoding.INT8:
-        return rows * (columns + 4)
-    if encoding is Encoding.INT4:
-        return rows * (-(-columns // 2) + 4 * -(-columns // 64))
-    return 4 * rows * columns
-
-
-def touched_bytes(source: Source, name: str) -> int:
-    """Memory of a dense tensor whoever holds it: also what a daemon shares."""
-    if not isinstance(source, DaemonModel):
-        return dense_bytes(source, name)
-    tensor = source.tensor(name)
-    return tensor.weights.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
-
-
-def widened_bytes(source: Source, name: str, config: ModelConfig) -> int:
-    """Memory of the float32 copy that is made of a vector stored in bfloat16 or float16, on top of `dense_bytes`.
-
-    Of a snapshot only the copy stays, so the stored form is taken off.
+    A tensor stored in another dtype is then copied; its stored form stays as long as `kept_bytes` says.
     """
-    if dense_part(name, config) != _VECTORS:
-        return 0
-    dtype, shape = dtype_and_shape(source, name)
-    if dtype == "F32":
-        return 0
-    return (4 if isinstance(source, Container | DaemonModel) else 2) * math.prod(shape)
-
-
-def dtype_and_shape(source: Source, name: str) -> tuple[str, tuple[int, ...]]:
-    """What a dense tensor is in the source that the model was published in."""
-    entry = source.tensor(name) if isinstance(source, Container | DaemonModel) else source.tensors[name]
-    return entry.dtype, entry.shape
-
-
-def source_bytes(source: Source, name: str) -> int:
-    """Bytes of a dense tensor in its source's own dtype: what quantizing it at load starts from. None for a
-    container's, which are read straight to their places."""
-    if isinstance(source, Container | DaemonModel):
-        return 0
-    tensor = source.tensors[name]
-    return tensor_bytes(tensor.dtype, tensor.shape)
+    if not as_float32 or tensor.dtype == "F32":
+        return tensor.resident_bytes
+    return tensor.kept_bytes + 4 * math.prod(tensor.shape)
 
 
 def activation_bytes(config: ModelConfig, chunk: int, *, every_logit: bool) -> int:

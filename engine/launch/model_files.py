@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from k3.base import checksum
-from k3.base.errors import ConfigError, DamageError
-from k3.base.regular_file import read_small_file
+from k3.base.errors import ConfigError
 from k3.checkpoint.hf_cache import snapshot_directory
 from k3.container.reader import Container, unused_places
 from k3.engine.definition.settings import ModelSettings, SettingsError
 from k3.engine.definition.tokenizer import Tokenizer
-from k3.engine.launch.memory_plan import Source, dtype_and_shape
 from k3.model.architecture import ModelConfig, parse_layers
 from k3.model.model_config import CONFIG_NAME, load_config
+from k3.model.model_source import ModelSource
 from k3.model.tensor_names import check_expert_layers, check_experts, check_tensors, needed_names
 from k3.model.tensor_recipe import Recipe
 from k3.model.vocabulary import (
@@ -33,9 +31,6 @@ from k3.model.vocabulary import (
 if TYPE_CHECKING:
     from k3.engine.launch.daemon_attachment import Attachment
 
-TEXT_BYTES_MAX = 64 << 20
-"""Most bytes of a model's small file; those of the published K3 have at most 3 MB."""
-
 DEFAULT_BITS = 8
 
 _VOCABULARY_FILES = (RANKS_NAME, SPECIAL_NAMES_NAME)
@@ -47,7 +42,7 @@ _IDS_STILL_WORK = "Without it only --ids works: token ids in, token ids out"
 class OpenedModel:
     """A model that can be run by its files, with nothing loaded yet."""
 
-    source: Source
+    source: ModelSource
     config: ModelConfig
     names: list[str]  # dense tensors that a run reads
     warnings: list[str]
@@ -57,8 +52,12 @@ class OpenedModel:
         """Close the files and the connection; nothing can be read afterwards."""
         if self.attachment is not None:
             self.attachment.close()
-        elif isinstance(self.source, Container):
+        else:
             self.source.close()
+
+    def daemon_status(self) -> dict[str, Any] | None:
+        """Ask the daemon that the model comes from for its status; None without one. DaemonError."""
+        return None if self.attachment is None else self.attachment.status()
 
     @property
     def has_vocabulary(self) -> bool:
@@ -85,17 +84,9 @@ class OpenedModel:
         return self.config.eos_ids if ids is None else ids
 
     def _text_file(self, name: str) -> tuple[Path, bytes] | None:
-        """A small file of the model, read, or None. DamageError unless it is what a container's digest says."""
-        path = self.source.text_file(name)
-        if path is None:
-            return None
-        sealed = isinstance(self.source, Container)
-        data = read_small_file(path, TEXT_BYTES_MAX, DamageError if sealed else ConfigError)
-        if isinstance(self.source, Container):
-            wanted = next(file.digest for file in self.source.manifest.text_files if file.path == name)
-            if checksum.digest(data).hex() != wanted:
-                raise DamageError("file does not match its digest", path=path, advice="Restore it, or repack")
-        return path, data
+        """Return path and bytes of a small file of the model, None without it. Raises what reading it raises."""
+        path, data = self.source.text_file(name), self.source.text_bytes(name)
+        return None if path is None or data is None else (path, data)
 
 
 def open_model_files(settings: ModelSettings) -> OpenedModel:
@@ -109,7 +100,7 @@ def open_model_files(settings: ModelSettings) -> OpenedModel:
         from k3.checkpoint.snapshot import Snapshot
 
         snapshot = Snapshot.open(settings.snapshot, recipe=_recipe(settings), layers=_snapshot_layers(settings))
-        return _checked(snapshot, snapshot.config_path, settings, list(snapshot.warnings))
+        return _checked(snapshot, settings, list(snapshot.warnings))
     container = Container.open(settings.container, settings.roots)
     try:
         _check_recipe(container, settings)
@@ -117,7 +108,7 @@ def open_model_files(settings: ModelSettings) -> OpenedModel:
             f"--dirs: {place} holds no root of this container"
             for place in unused_places(container.roots, settings.roots)
         ]
-        return _checked(container, settings.container / "config.json", settings, warnings)
+        return _checked(container, settings, warnings)
     except BaseException:
         container.close()
         raise
@@ -129,7 +120,7 @@ def _attached(settings: ModelSettings) -> OpenedModel:
 
     attachment = attach(settings)
     try:
-        opened = _checked(attachment.source, attachment.source.home / CONFIG_NAME, settings, [])
+        opened = _checked(attachment.source, settings, [])
     except BaseException:
         attachment.close()
         raise
@@ -150,7 +141,8 @@ def _snapshot_layers(settings: ModelSettings) -> range | None:
     return parse_layers(settings.layers)  # there is no configuration; opening will say so
 
 
-def _checked(source: Source, config_path: Path, settings: ModelSettings, warnings: list[str]) -> OpenedModel:
+def _checked(source: ModelSource, settings: ModelSettings, warnings: list[str]) -> OpenedModel:
+    config_path = source.config_path
     config = _configured(ModelConfig.from_raw(source.config, config_path), settings)
     if config.unknown_keys:
         warnings.append(
@@ -158,7 +150,8 @@ def _checked(source: Source, config_path: Path, settings: ModelSettings, warning
             f"{', '.join(config.unknown_keys)}"
         )
     names = needed_names(source.tensor_names(), config)
-    check_tensors({name: dtype_and_shape(source, name) for name in names}, config)
+    tensors = {name: source.dense(name) for name in names}
+    check_tensors({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, config)
     check_expert_layers(source.expert_layers(), config)
     for layer in config.layers:
         if layer in config.moe_layers:

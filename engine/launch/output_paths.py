@@ -11,13 +11,9 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from k3.container.reader import Container
 from k3.engine.definition.settings import ModelSettings, RunSettings, SettingsError
-
-if TYPE_CHECKING:
-    from k3.engine.launch.memory_plan import Source
+from k3.model.model_source import ModelSource
 
 _Identity = tuple[int, int]  # device and inode
 _ELSEWHERE = "Give a place outside the model"
@@ -38,12 +34,12 @@ def check_distinct(settings: RunSettings) -> None:
                 )
 
 
-def check_outside_model(settings: RunSettings, source: Source) -> None:
+def check_outside_model(settings: RunSettings, source: ModelSource) -> None:
     """SettingsError when an option names a place inside the model's directories, or a file of the model."""
     targets = [(option, path) for option, path in _targets(settings) if not _is_stream(path)]
     if not targets:
         return
-    directories = list(_directories(settings.model, source))
+    directories = (*_named_directories(settings.model), *source.directories)
     places = {_identity(status): place for place in directories if (status := _status(place)) is not None}
     files = {
         _identity(status): file for file in _files(source, directories) if (status := _status(file)) is not None
@@ -72,27 +68,22 @@ def _targets(settings: RunSettings) -> list[tuple[str, Path]]:
     return [(option, path) for option, path in named if path is not None]
 
 
-def _directories(settings: ModelSettings, source: Source) -> Iterator[Path]:
-    """Every directory that the model lies in, a container to fall back on included."""
-    from k3.checkpoint.snapshot import Snapshot  # most runs write nothing besides stdout
-    from k3.store.client.daemon_model import DaemonModel
+def _named_directories(settings: ModelSettings) -> tuple[Path, ...]:
+    """Return directories that belong to the model by the settings alone.
 
-    if isinstance(source, Snapshot):
-        yield from (*settings.snapshot, *source.directories)
-        return
-    yield source.home
-    roots = [root.directory for root in source.roots] if isinstance(source, Container) else source.roots
-    yield from roots
-    if isinstance(source, DaemonModel) and settings.container is not None:
-        yield from (settings.container, *settings.roots)
+    A cache's folder above a snapshot; with --store, the container to fall back on, which is not open yet.
+    """
+    fallback = (
+        () if settings.container is None or settings.store is None else (settings.container, *settings.roots)
+    )
+    return (*settings.snapshot, *fallback)
 
 
-def _files(source: Source, directories: Iterable[Path]) -> Iterator[Path]:
-    """Files of the model, which may be links to somewhere else: a download's blobs."""
-    if isinstance(source, Container):
-        yield from (source.file_path(number) for number in range(len(source.manifest.files)))
+def _files(source: ModelSource, directories: Iterable[Path]) -> Iterator[Path]:
+    """Yield files of the model, which may be links to somewhere else: a download's blobs."""
+    yield from source.files()
     for directory in directories:
-        if os.access(directory, os.R_OK):  # a daemon's may be none of this user's business
+        if os.access(directory, os.R_OK):  # a daemon's may be closed to this user
             yield from directory.iterdir()
 
 

@@ -25,8 +25,6 @@ from k3.base.drive_info import device_read_bytes
 from k3.base.errors import UnsupportedError
 from k3.base.memory_limit import gb, memory_limit
 from k3.base.streams import say
-from k3.checkpoint.snapshot import Snapshot
-from k3.container.reader import Container
 from k3.engine.definition.settings import ModelSettings, SettingsError
 from k3.engine.forward.model import Model
 from k3.engine.launch.launched import opened_model
@@ -38,7 +36,6 @@ from k3.engine.run.generation import read_warnings
 from k3.engine.run.ready import ready_model
 from k3.engine.run.session import Session
 from k3.model.keys import Encoding
-from k3.store.client.daemon_model import DaemonModel
 from k3.store.source import ExpertSource
 
 FROM_DEVICE_SHARE_MIN = 0.9
@@ -200,7 +197,7 @@ class _Measuring:
 
     def _drive_rate(self) -> float | None:
         """The drives' rate where they are this process's to read from, and take O_DIRECT."""
-        if isinstance(self._found.source, DaemonModel) or not self._moe_layers:
+        if not self._found.source.has_extents or not self._moe_layers:
             return None
         rate = drive_rate(self._found.source, self._moe_layers, seed=self._settings.seed)
         return rate.bytes_per_s if rate is not None and rate.direct else None
@@ -251,12 +248,7 @@ def _model_type(found: OpenedModel, layers: int, of_layers: int) -> str:
 def _encoding(found: OpenedModel) -> Encoding:
     """Of an attention matrix in the first layer that is run: what --bits was."""
     name = next(name for name in found.names if name.endswith("self_attn.o_proj.weight"))
-    source = found.source
-    if isinstance(source, Snapshot):
-        return source.encoding(name)
-    if isinstance(source, Container):
-        return source.tensor(name).encoding
-    return source.read_tensor(name).encoding
+    return found.source.dense(name).encoding
 
 
 def _place(settings: ModelSettings) -> Path:

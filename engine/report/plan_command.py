@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from k3 import kernels
@@ -20,13 +19,11 @@ from k3.engine.definition.settings import RunSettings
 from k3.engine.definition.state_size import state_bytes
 from k3.engine.launch.given_prompt import checked_capacity
 from k3.engine.launch.launched import opened_model
-from k3.engine.launch.memory_plan import MemoryPlan, plan_memory, touched_bytes
+from k3.engine.launch.memory_plan import MemoryPlan, plan_memory
 from k3.engine.launch.model_files import OpenedModel
 from k3.engine.report.machine_rates import MemoryMeter, drive_rate
 from k3.engine.report.token_cost import Forecast, forecast
 from k3.engine.run.request import read_request
-from k3.store.client.daemon_model import DaemonModel
-from k3.store.client.socket_link import ask_status
 
 ASSUMED_TOKENS = 1000
 """Context of a plan for which neither a prompt nor --max-tokens was given."""
@@ -56,6 +53,7 @@ class Planned:
     """Everything that is printed."""
 
     found: OpenedModel
+    daemon: Mapping[str, Any] | None  # its status, when the model comes from one
     memory: MemoryPlan
     limits: list[Limit]
     assumed: bool  # that the context has `ASSUMED_TOKENS`
@@ -87,11 +85,12 @@ def make_plan(found: OpenedModel, settings: RunSettings, options: PlanOptions) -
     limits = memory_limits()
     limit = min([Limit(math.inf, "nothing"), *limits], key=lambda one: one.free_bytes)
     memory = plan_memory(
-        found.source, found.config, found.names, settings.model, limit,
+        found, settings.model, limit,
         capacity=capacity, chunk=settings.chunk, every_logit=settings.logits is not None,
     )  # fmt: skip
     chunk = min(settings.chunk, capacity)
-    hit_share = _hit_share(found, memory)
+    daemon = found.daemon_status()
+    hit_share = _hit_share(memory, daemon)
     tokens = {
         count: forecast(
             found.source, found.config, found.names, hit_share=hit_share, tokens=count, position=capacity - count
@@ -100,13 +99,14 @@ def make_plan(found: OpenedModel, settings: RunSettings, options: PlanOptions) -
     }
     return Planned(
         found=found,
+        daemon=daemon,
         memory=memory,
         limits=limits,
         assumed=assumed,
         chunk=chunk,
         token=tokens[1],
         prompt=tokens[chunk],
-        drive=_drive(found, options),
+        drive=_drive(found, options, daemon),
         read_memory=_memory(options),
     )
 
@@ -123,28 +123,22 @@ def _capacity(found: OpenedModel, settings: RunSettings) -> tuple[int, bool]:
         return request.capacity, False
 
 
-def _hit_share(found: OpenedModel, memory: MemoryPlan) -> float:
+def _hit_share(memory: MemoryPlan, daemon: Mapping[str, Any] | None) -> float:
     """Of what is asked of the cache, the part that it has, if all experts are used alike."""
     if not memory.experts:
         return 0.0
-    if isinstance(found.source, DaemonModel):
-        slots = ask_status(_attached_to(found))["cache"]["slots"]
-        return float(min(slots, memory.experts) / memory.experts)
+    if daemon is not None:
+        return float(min(daemon["cache"]["slots"], memory.experts) / memory.experts)
     return memory.cached_experts / memory.experts
 
 
-def _attached_to(found: OpenedModel) -> Path:
-    assert found.attachment is not None
-    return found.attachment.socket
-
-
-def _drive(found: OpenedModel, options: PlanOptions) -> Rate:
+def _drive(found: OpenedModel, options: PlanOptions, daemon: Mapping[str, Any] | None) -> Rate:
     """The drives' rate: what was given, else what they reach now, else what they reached for the daemon."""
     if options.drive_bytes_per_s is not None:
         return Rate(options.drive_bytes_per_s, "as given")
     layers = [layer for layer in found.config.layers if layer in found.config.moe_layers]
-    if isinstance(found.source, DaemonModel):
-        drives = ask_status(_attached_to(found))["drives"]
+    if daemon is not None:
+        drives = daemon["drives"]
         if sum(drive["read_bytes"] for drive in drives) < DAEMON_READ_BYTES_MIN:
             return Rate(None, "the daemon has read too little to tell; give --drive-gb-per-s")
         rate = sum(drive["busy_gb_per_s"] for drive in drives) * 1e9
@@ -179,8 +173,8 @@ def lines(planned: Planned) -> Iterator[str]:
     )
     yield ""
     yield from _rows("memory", _memory_rows(planned))
-    if isinstance(source, DaemonModel):
-        shared_bytes = sum(touched_bytes(source, name) for name in found.names)
+    if planned.daemon is not None:
+        shared_bytes = sum(source.dense(name).stored_bytes for name in found.names)
         yield f"  (The daemon holds the dense weights, {gb(shared_bytes)}, and the expert cache.)"
     yield ""
     yield from _rows("left", [(one.set_by, gb(one.free_bytes)) for one in planned.limits])

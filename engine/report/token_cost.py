@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from k3.engine.launch.memory_plan import Source, dense_part, touched_bytes
 from k3.engine.report.bytes_per_pass import Traffic
 from k3.model.architecture import ModelConfig
+from k3.model.model_source import ModelSource
+from k3.model.tensor_names import tensor_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,16 @@ class Forecast:
 
 
 def forecast(
-    source: Source, config: ModelConfig, names: Sequence[str], *, hit_share: float, tokens: int, position: int
+    source: ModelSource, config: ModelConfig, names: Sequence[str], *, hit_share: float, tokens: int, position: int
 ) -> Forecast:
     """Of the dense tensors `names` and the experts of all layers that are run."""
     multiplied_bytes = embedding_bytes = 0
     for name in names:
-        if dense_part(name, config) == "embeddings":
-            embedding_bytes += touched_bytes(source, name)
+        stored_bytes = source.dense(name).stored_bytes
+        if tensor_use(name, config) == "embeddings":
+            embedding_bytes += stored_bytes
         else:
-            multiplied_bytes += touched_bytes(source, name)
+            multiplied_bytes += stored_bytes
     used = expert_bytes = 0.0
     for layer in config.layers:
         if layer in config.moe_layers:

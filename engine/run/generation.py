@@ -21,7 +21,6 @@ from k3.base.streams import say
 from k3.engine.definition.run_report import Report, peak_rss_bytes
 from k3.engine.definition.settings import RunSettings
 from k3.engine.launch.launched import Launched
-from k3.engine.launch.loading import LoadingWeights
 from k3.engine.launch.memory_plan import plan_memory
 from k3.engine.run.logits_file import LogitsFile
 from k3.engine.run.model_builder import built_model
@@ -33,6 +32,7 @@ from k3.engine.run.state_keeper import Keeper
 from k3.engine.run.store_log import Notices
 from k3.engine.run.token_output import JsonOutput, Output, TextOutput
 from k3.engine.run.write_failure import write_error
+from k3.model.model_source import TensorLoad
 from k3.store.source import ExpertSource
 
 MAX_TOKENS_PER_CHARACTER = 8
@@ -51,7 +51,7 @@ def generate(launched: Launched, settings: RunSettings) -> None:
     opened, report = launched.opened, launched.report
     with read_request(opened, settings) as request, open_sinks(opened, settings) as sinks:
         plan = plan_memory(
-            opened.source, opened.config, opened.names, settings.model, launched.limit,
+            opened, settings.model, launched.limit,
             capacity=request.capacity, chunk=settings.chunk, every_logit=settings.logits is not None,
         )  # fmt: skip
         plan.check()
@@ -177,7 +177,7 @@ def _output_failed(error: OSError, generated: int) -> Exception:
     return write_error(f"generation stopped after {generated} tokens: cannot write", error, Path("stdout"))
 
 
-def read_warnings(experts: ExpertSource, weights: LoadingWeights, *, direct: bool) -> list[str]:
+def read_warnings(experts: ExpertSource, weights: TensorLoad, *, direct: bool) -> list[str]:
     """Return what a user should know of how experts and dense weights were read."""
     stats = experts.stats()
     warnings = [

@@ -12,11 +12,11 @@ from k3.engine.definition.settings import ModelSettings
 from k3.engine.forward.lookahead import LookAhead
 from k3.engine.forward.model import Model
 from k3.engine.forward.observer import Observers, PassObserver
-from k3.engine.launch.loading import LoadingWeights
 from k3.engine.launch.memory_plan import MemoryPlan
 from k3.engine.launch.model_files import OpenedModel
 from k3.engine.run.sinks import Sinks
 from k3.engine.run.trace_observers import RouteObserver, TraceObserver
+from k3.model.model_source import TensorLoad
 from k3.store.local.file_source import FileSource
 from k3.store.source import ExpertSource
 
@@ -31,7 +31,7 @@ class BuiltModel:
 
 @contextlib.contextmanager
 def built_model(
-    opened: OpenedModel, settings: ModelSettings, weights: LoadingWeights, plan: MemoryPlan, sinks: Sinks
+    opened: OpenedModel, settings: ModelSettings, weights: TensorLoad, plan: MemoryPlan, sinks: Sinks
 ) -> Iterator[BuiltModel]:
     """Build the model that `plan` was made for; the source of its experts is closed with the block.
 
@@ -61,7 +61,9 @@ def _open_experts(opened: OpenedModel, settings: ModelSettings, plan: MemoryPlan
     if opened.attachment is not None:
         from k3.engine.launch.daemon_attachment import open_experts
 
-        return open_experts(opened.attachment, settings, plan)
+        return open_experts(
+            opened.attachment, settings, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch
+        )
     return FileSource(
         opened.source, layers=opened.config.layers, cache_bytes=plan.cache_bytes, prefetch_slots=plan.prefetch,
         direct=settings.direct, verify=settings.verify,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from k3.base.memory_limit import memory_limit
 from k3.engine.definition.settings import ModelSettings
 from k3.engine.forward.model import Model
-from k3.engine.launch.loading import LoadingWeights, loading_weights
+from k3.engine.launch.loading import loading_weights
 from k3.engine.launch.memory_plan import plan_memory
 from k3.engine.launch.model_files import OpenedModel
 from k3.engine.run.model_builder import built_model
 from k3.engine.run.sinks import Sinks
+from k3.model.model_source import TensorLoad
 from k3.store.source import ExpertSource
 
 
@@ -23,7 +24,7 @@ class ReadyModel:
 
     model: Model
     experts: ExpertSource
-    weights: LoadingWeights
+    weights: TensorLoad
 
 
 @contextlib.contextmanager
@@ -34,10 +35,7 @@ def ready_model(
 
     UnsupportedError when the run does not fit in memory, and the errors of reading weights.
     """
-    plan = plan_memory(
-        opened.source, opened.config, opened.names, settings, memory_limit(),
-        capacity=capacity, chunk=chunk, every_logit=every_logit,
-    )  # fmt: skip
+    plan = plan_memory(opened, settings, memory_limit(), capacity=capacity, chunk=chunk, every_logit=every_logit)
     plan.check()
     with loading_weights(opened) as weights, built_model(opened, settings, weights, plan, Sinks()) as built:
         built.model.load()

@@ -7,16 +7,17 @@ copied. Immutable after construction; any thread. The memory stays readable when
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3.base.errors import ContainerError, UnsupportedError
+from k3.base.huge_pages import HugePages
 from k3.model.identity import ModelIdentity
 from k3.model.keys import ExpertLayout, Extent
 from k3.model.model_config import CONFIG_NAME, parse_config
-from k3.model.model_source import EncodedTensor
+from k3.model.model_source import DenseInfo, EncodedTensor
 from k3.store.protocol.model_descriptor import DenseTensor, ExpertLayer, ModelDescriptor, Span
 from k3.store.source import Payload
 
@@ -24,8 +25,26 @@ if TYPE_CHECKING:
     from k3.store.client.socket_link import Link
 
 
+class SharedTensors:
+    """A `TensorLoad` with nothing left to read: tensors are views of the daemon's memory."""
+
+    retries = 0
+
+    def __init__(self, read_tensor: Callable[[str], EncodedTensor]) -> None:
+        self.take = read_tensor
+
+    def huge_pages(self) -> HugePages:
+        """Return zeros: the memory is the daemon's."""
+        return HugePages()
+
+    def close(self) -> None:
+        """Do nothing: no read is in flight."""
+
+
 class DaemonModel:
     """A `ModelSource` from a welcomed link. Close it to let go of the text files."""
+
+    has_extents = False
 
     def __init__(self, link: Link) -> None:
         """WireError when the daemon's description cannot be understood."""
@@ -51,13 +70,27 @@ class DaemonModel:
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Every directory of the container, as the daemon names them."""
+        """The directory of every root of the container, as the daemon names them."""
         return tuple(map(Path, self.descriptor.roots))
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Every directory of the container, as the daemon names them; they may not be readable here."""
+        return tuple(dict.fromkeys((self.home, *self.roots)))
+
+    def files(self) -> Iterator[Path]:
+        """Every file that the daemon reads experts from, as it names them."""
+        yield from map(Path, self.descriptor.files)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """config.json as parsed, untouched."""
-        return parse_config(self.descriptor.config.encode(), self.home / CONFIG_NAME)
+        return parse_config(self.descriptor.config.encode(), self.config_path)
+
+    @property
+    def config_path(self) -> Path:
+        """The config.json in the container's home, as the daemon names it."""
+        return self.home / CONFIG_NAME
 
     def text_file(self, name: str) -> Path | None:
         """A small file that came with the model, as a path in this process: its bytes are in a memfd."""
@@ -74,6 +107,10 @@ class DaemonModel:
             self._text_files[name] = descriptor
         return Path(f"/proc/self/fd/{descriptor}")
 
+    def text_bytes(self, name: str) -> bytes | None:
+        """The bytes of a small file, which the daemon has compared with its digest; None without it."""
+        return self.descriptor.text_files.get(name)
+
     def tensor_names(self) -> Sequence[str]:
         """Dense tensors in execution order."""
         return tuple(self._tensors)
@@ -81,6 +118,12 @@ class DaemonModel:
     def tensor(self, name: str) -> DenseTensor:
         """What is known of a dense tensor. KeyError when there is none."""
         return self._tensors[name]
+
+    def dense(self, name: str) -> DenseInfo:
+        """Return what is known of a dense tensor, which takes no memory of this process. KeyError without it."""
+        tensor = self._tensors[name]
+        stored_bytes = tensor.weights.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
+        return DenseInfo(tensor.dtype, tensor.shape, tensor.encoding, stored_bytes, 0, 0)
 
     def read_tensor(self, name: str) -> EncodedTensor:
         """A dense tensor over the shared memory, read-only. KeyError when there is none."""
@@ -90,6 +133,23 @@ class DaemonModel:
         scales = None if tensor.scales is None else self._view(tensor.scales)
         weights = self._view(tensor.weights)
         return encoded_tensor(name, tensor.encoding, tensor.dtype, tensor.shape, weights, scales)
+
+    def begin_load(
+        self,
+        names: Sequence[str],
+        *,
+        on_read: Callable[[str], None] = lambda name: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> SharedTensors:
+        """Return tensors that are in memory already: `on_read` and `on_end` are called before this returns."""
+        for name in names:
+            on_read(name)
+        on_end()
+        return SharedTensors(self.read_tensor)
+
+    def loading_bytes(self, names: Sequence[str]) -> int:
+        """Return 0: the daemon has loaded the tensors."""
+        return 0
 
     def expert_layers(self) -> Sequence[int]:
         """0-based layers that have routed experts, ascending."""

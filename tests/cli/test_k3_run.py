@@ -20,7 +20,6 @@ from click.testing import CliRunner, Result
 from k3.checkpoint.snapshot import Snapshot
 from k3.container.layout import VERSION
 from k3.engine.cli import main
-from k3.engine.launch.read_ahead import ReadAhead
 from k3.engine.run import token_output
 from k3.engine.run.generation import read_warnings
 from k3.model.tensor_recipe import Recipe
@@ -259,7 +258,7 @@ def test_how_experts_were_read_is_told() -> None:
 
     experts = Told({})
     stats = SourceStats(retries=3, direct={Path("/a"): True, Path("/b"): False})
-    weights = ReadAhead(Snapshot.open((VECTORS / "tiny_s1",)), [])
+    weights = Snapshot.open((VECTORS / "tiny_s1",)).begin_load([])
     cached, retried = read_warnings(experts, weights, direct=True)
     assert "/b" in cached
     assert "O_DIRECT" in cached

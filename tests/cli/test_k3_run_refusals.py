@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from k3.base.memory_limit import Limit
+from k3.checkpoint.downloads import METADATA_DIRECTORY
 from k3.container.reader import Container
 from k3.engine.cli import main
 from k3.engine.launch import launched
@@ -249,3 +251,18 @@ def test_damaged_small_files_of_a_container(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert f"{name})" in result.stderr
     assert "digest" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json", "generation_config.json"])
+def test_a_small_file_that_is_not_what_was_downloaded_is_refused(name: str, tmp_path: Path) -> None:
+    snapshot = copied("tiny_s1", tmp_path / "snapshot")
+    record = snapshot / METADATA_DIRECTORY / f"{name}.metadata"
+    record.parent.mkdir(parents=True)
+    data = (snapshot / name).read_bytes()
+    arguments = ("--snapshot", str(snapshot), "--ngen", "1", "a text")
+    for recorded, code in ((data, 0), (data + b" ", 3)):
+        record.write_text(f"{'0' * 40}\n{hashlib.sha256(recorded).hexdigest()}\n0\n")
+        result = k3_run(*arguments)
+        assert result.exit_code == code, result.output
+    assert name in result.stderr
+    assert "SHA-256" in result.stderr

@@ -15,17 +15,17 @@ from click.testing import CliRunner, Result
 
 from k3.base.direct_io import ReadFile
 from k3.base.memory_limit import Limit
-from k3.container import dense_load
+from k3.container import dense_load, reader
 from k3.container.dense_load import DenseLoad
 from k3.container.reader import Container
 from k3.engine.cli import main
 from k3.engine.definition.settings import ModelSettings, RunSettings
 from k3.engine.launch import launched, loading
 from k3.engine.launch.launched import Launched
-from k3.engine.launch.loading import LoadingWeights
 from k3.engine.launch.memory_plan import plan_memory
 from k3.engine.launch.model_files import open_model_files
 from k3.engine.run import generation, request
+from k3.model.model_source import TensorLoad
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.containers import flip
@@ -44,7 +44,7 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that begins to read dense weights, or gives them memory, fails with an exception."""
-    monkeypatch.delattr(loading, "DenseLoad")
+    monkeypatch.delattr(Container, "begin_load")
 
 
 def k3_run(home: Path, *arguments: str, prompt: Sequence[str] = ("--ids", "1,2")) -> Result:
@@ -186,7 +186,7 @@ def test_damage_that_is_found_before_there_is_a_model(home: Path, monkeypatch: p
 def test_an_error_behind_the_first_reads_ends_them(
     home: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    seen: list[LoadingWeights] = []
+    seen: list[TensorLoad] = []
 
     def fails(launched: Launched, settings: RunSettings) -> None:
         seen.append(launched.weights)
@@ -232,10 +232,10 @@ def test_reading_begins_before_a_prompt_is_encoded(
 
         monkeypatch.setattr(module, name, function)
 
-    noted(loading, "DenseLoad")
+    noted(Container, "begin_load")
     noted(request, "read_prompt")
     assert k3_run(home, prompt=prompt).exit_code == 0
-    assert happened == ["DenseLoad", "read_prompt"]
+    assert happened == ["begin_load", "read_prompt"]
 
 
 def test_a_run_that_fits_without_its_context_is_refused_beside_the_reads(
@@ -245,7 +245,7 @@ def test_a_run_that_fits_without_its_context_is_refused_beside_the_reads(
     opened = open_model_files(ModelSettings(container=home))
     least, whole = (
         plan_memory(
-            opened.source, opened.config, opened.names, ModelSettings(container=home, expert_bytes=0),
+            opened, ModelSettings(container=home, expert_bytes=0),
             Limit(1e12, "a test"), capacity=capacity, chunk=1, every_logit=False,
         ).need.total_bytes
         for capacity in (1, 2002)
@@ -254,12 +254,13 @@ def test_a_run_that_fits_without_its_context_is_refused_beside_the_reads(
     begun: list[float] = []
     free_bytes = 0.0
 
-    def begin(*given: Any, **more: Any) -> DenseLoad:
+    def noted(*given: Any, **more: Any) -> DenseLoad:
         begun.append(free_bytes)
-        return DenseLoad(*given, **more)
+        return begin_load(*given, **more)
 
     monkeypatch.setattr(launched, "_limit", lambda **_: Limit(free_bytes, "a test"))
-    monkeypatch.setattr(loading, "DenseLoad", begin)
+    begin_load = Container.begin_load
+    monkeypatch.setattr(Container, "begin_load", noted)
     for free_bytes in (least - 1, whole - 1):  # noqa: B007
         result = k3_run(home, "--expert-gb", "0", "--chunk", "1", "--ngen", "2000")
         assert result.exit_code == 9, result.output
@@ -294,7 +295,7 @@ def test_the_switch_interval_is_short_while_weights_load(home: Path, monkeypatch
         return open_file(path, direct)
 
     monkeypatch.setattr(generation, "generate", noted)
-    monkeypatch.setattr(loading, "DenseLoad", partial(DenseLoad, opener=slow))
+    monkeypatch.setattr(reader, "DenseLoad", partial(DenseLoad, opener=slow))
     assert k3_run(home).exit_code == 0
     assert seen == pytest.approx([loading.GIL_SWITCH_INTERVAL_S, before_s])
     assert sys.getswitchinterval() == before_s

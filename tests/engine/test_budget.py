@@ -8,7 +8,7 @@ from k3.base.errors import UnsupportedError
 from k3.base.memory_limit import Limit
 from k3.engine.definition.settings import ModelSettings
 from k3.engine.launch.memory_need import Need, check_fits
-from k3.engine.launch.memory_plan import dense_bytes, plan_memory
+from k3.engine.launch.memory_plan import plan_memory
 from k3.engine.launch.model_files import open_model_files
 from tests.support.engines import VECTORS, snapshot
 
@@ -35,14 +35,14 @@ def test_dense_bytes_are_those_in_memory(bits: int) -> None:
     for name in source.tensor_names():
         tensor = source.read_tensor(name)
         held = tensor.data.nbytes + (0 if tensor.scales is None else tensor.scales.nbytes)
-        assert dense_bytes(source, name) == held
+        assert source.dense(name).resident_bytes == held
 
 
 def cache_bytes(free_bytes: float, expert_bytes: int | None) -> int:
     settings = ModelSettings(snapshot=(VECTORS / "tiny_s1",), expert_bytes=expert_bytes)
     found = open_model_files(settings)
     plan = plan_memory(
-        found.source, found.config, found.names, settings, Limit(free_bytes, "a test"),
+        found, settings, Limit(free_bytes, "a test"),
         capacity=64, chunk=8, every_logit=False,
     )  # fmt: skip
     plan.check()

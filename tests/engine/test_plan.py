@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3.base.memory_limit import Limit
-from k3.container.reader import Container
+from k3.base.pages import PAGE_BYTES
 from k3.engine.definition.settings import ModelSettings
 from k3.engine.forward import weights
-from k3.engine.launch.memory_plan import DENSE_PARTS, MemoryPlan, Source, dense_part, plan_memory
+from k3.engine.launch.memory_plan import DENSE_PARTS, MemoryPlan, plan_memory
 from k3.engine.launch.model_files import open_model_files
 from k3.engine.report.token_cost import forecast, used_experts
 from k3.model.architecture import ModelConfig
-from k3.model.model_source import EncodedTensor
-from k3.model.tensor_names import expected_tensors
+from k3.model.model_source import EncodedTensor, ModelSource
+from k3.model.tensor_names import expected_tensors, tensor_use
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.local.file_source import WORKING_SLOTS, FileSource
@@ -30,10 +30,10 @@ from tests.support.engines import VECTORS, loaded, snapshot
 CONFIG = ModelConfig.from_raw(snapshot().config, Path("config.json"))
 
 
-def planned(settings: ModelSettings, free_bytes: float = math.inf) -> tuple[Source, MemoryPlan]:
+def planned(settings: ModelSettings, free_bytes: float = math.inf) -> tuple[ModelSource, MemoryPlan]:
     found = open_model_files(settings)
     plan = plan_memory(
-        found.source, found.config, found.names, settings, Limit(free_bytes, "a test"),
+        found, settings, Limit(free_bytes, "a test"),
         capacity=64, chunk=8, every_logit=False,
     )  # fmt: skip
     return found.source, plan
@@ -43,7 +43,7 @@ def test_every_tensor_has_its_part() -> None:
     found: dict[str, set[str]] = {part: set() for part in DENSE_PARTS}
     for name in expected_tensors(CONFIG, CONFIG.layers):
         for prefix in ("", "language_model."):
-            found[dense_part(prefix + name, CONFIG)].add(name)
+            found[tensor_use(prefix + name, CONFIG)].add(name)
     assert found["embeddings"] == {"model.embed_tokens.weight"}
     assert found["head"] == {"lm_head.weight"}
     layers = {
@@ -107,16 +107,9 @@ def test_look_ahead_has_room_only_where_experts_are_read() -> None:
 def test_a_container_needs_nothing_on_top_while_it_is_loaded(tmp_path: Path) -> None:
     repack(RepackRequest((VECTORS / "tiny_s1",), tmp_path / "home", direct=False), Watcher())
     source, plan = planned(ModelSettings(container=tmp_path / "home"))
-    assert isinstance(source, Container)
     assert plan.need.load_bytes == 0
-    on_pages = sum(
-        -(-size // 4096) * 4096
-        for name in source.tensor_names()
-        for extent in (source.tensor(name).weights, source.tensor(name).scales)
-        if extent is not None
-        for size in [extent.stored_bytes]
-    )
-    assert plan.need.dense_bytes >= on_pages
+    assert plan.need.dense_bytes >= sum(source.dense(name).stored_bytes for name in source.tensor_names())
+    assert all(source.dense(name).stored_bytes % PAGE_BYTES == 0 for name in source.tensor_names())
     source.close()
 
 

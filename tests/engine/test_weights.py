@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from k3.base.errors import DamageError, SourceError, UnsupportedError
+from k3.checkpoint.read_ahead import ReadAhead
 from k3.engine.forward.deferred import Deferred
 from k3.engine.forward.weights import Matrix, Weights
-from k3.engine.launch.read_ahead import ReadAhead
 from k3.model.architecture import ModelConfig
 from k3.model.model_source import EncodedTensor
 from k3.model.tensor_names import expected_tensors, needed_names
@@ -45,6 +45,9 @@ class Altered:
 
     def read_tensor(self, name: str) -> EncodedTensor:
         return self._change(self._inner.read_tensor(PREFIX + name.removeprefix(self._prefix)))
+
+    def begin_load(self, names: Sequence[str], **calls: Any) -> ReadAhead:
+        return ReadAhead(self.read_tensor, names, **calls)
 
 
 def config() -> ModelConfig:
@@ -141,7 +144,7 @@ def test_a_log_padding_must_be_zero() -> None:
 
 def test_claims_are_exact() -> None:
     source = snapshot()
-    with ReadAhead(source, source.tensor_names()) as reading:
+    with source.begin_load(source.tensor_names()) as reading:
         weights = Weights(source, config(), reading, exact=True)
         weights.floats("model.norm.weight")  # the last first: order is only a matter of speed
         with pytest.raises(AssertionError, match="claimed twice"):

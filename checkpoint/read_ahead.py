@@ -1,4 +1,4 @@
-"""`ReadAhead`: dense tensors of any source, read and quantized by a few threads ahead of their use.
+"""`ReadAhead`: dense tensors read and quantized by a few threads ahead of their use.
 
 Reading a tensor keeps a drive busy, checking its digest or quantizing it a core; one after the other would leave
 each idle half of the time. Tensors are begun in the order given, `READ_AHEAD` at most being read or waiting to be
@@ -11,40 +11,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Protocol
 
 from k3.base.huge_pages import HugePages
-from k3.model.model_source import EncodedTensor, ModelSource
+from k3.model.model_source import EncodedTensor
 
 READ_AHEAD = 4
 """Tensors that are being read or waiting; as many threads."""
 
 
-class TensorReader(Protocol):
-    """Gives out a model's dense tensors while they are being read."""
-
-    def take(self, name: str) -> EncodedTensor:
-        """Return a tensor, once. Waits until it is read; raises what reading it raised."""
-
-
 class ReadAhead:
-    """A context manager; leaving it drops what was not taken."""
+    """A `TensorLoad` over a function that reads one tensor. A context manager; leaving it drops the rest."""
 
-    retries = 0  # a source's own second tries are not told apart here
+    retries = 0  # second tries of the function itself are not counted here
 
     def __init__(
         self,
-        source: ModelSource,
+        read_tensor: Callable[[str], EncodedTensor],
         names: Sequence[str],
         *,
         on_read: Callable[[str], None] = lambda name: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`names` are all tensors that will be taken, in the order in which they lie best.
+        """Begin to read the first of `names`: all tensors that will be taken, in the order in which they lie best.
 
         `on_read` is called for each tensor that is taken, `on_end` once, when all are taken or at `close`.
         """
-        self._source = source
+        self._read_tensor = read_tensor
         self._waiting = deque(names)
         self._begun: dict[str, Future[EncodedTensor]] = {}
         self._on_read = on_read
@@ -67,7 +59,7 @@ class ReadAhead:
         return tensor
 
     def huge_pages(self) -> HugePages:
-        """Return what the buffers got of the huge pages they asked for: they ask for none."""
+        """Return zeros: no huge pages are asked for."""
         return HugePages()
 
     def close(self) -> None:
@@ -80,7 +72,7 @@ class ReadAhead:
             self._begin(self._waiting.popleft())
 
     def _begin(self, name: str) -> None:
-        self._begun[name] = self._pool.submit(self._source.read_tensor, name)
+        self._begun[name] = self._pool.submit(self._read_tensor, name)
 
     def _end(self) -> None:
         on_end, self._on_end = self._on_end, None
