@@ -1,6 +1,6 @@
 """Arithmetic on plain arrays: native code with a NumPy definition beside it (`k3.kernels.reference`).
 
-Imports nothing of the other rooms.
+The package imports nothing of the other rooms.
 """
 
 from k3.kernels._kernels import (

@@ -1,7 +1,7 @@
 """Array types of this room and the checks that all wrappers share.
 
 Arrays go to the native code as they are: row-major, of exactly the expected type. Activations that are strided
-are copied first; weights and outputs never are, since a copy of them would be a mistake worth knowing.
+are copied first; weights and outputs never are, since a caller should know when one would be needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class KdaVectors:
 
 
 def activations(name: str, array: npt.NDArray[Any], ndim: int | None = None) -> Floats:
-    """`array` as row-major float32; TypeError for another dtype, ValueError for another number of axes."""
+    """Return `array` as row-major float32: itself if it is that already, else a copy.
+
+    Raises TypeError for another dtype, ValueError for a number of axes other than `ndim`.
+    """
     if array.dtype != np.float32:
         raise TypeError(f"{name} must be float32, not {array.dtype}")
     if ndim is not None and array.ndim != ndim:
@@ -44,7 +47,7 @@ def activations(name: str, array: npt.NDArray[Any], ndim: int | None = None) -> 
 
 
 def stored(name: str, array: npt.NDArray[Any], *dtypes: type[Any]) -> npt.NDArray[Any]:
-    """`array`, checked to be row-major and of one of `dtypes`."""
+    """Return `array` itself. Raises TypeError unless it has one of `dtypes`, ValueError unless it is row-major."""
     if array.dtype not in [np.dtype(dtype) for dtype in dtypes]:
         allowed = " or ".join(np.dtype(dtype).name for dtype in dtypes)
         raise TypeError(f"{name} must be {allowed}, not {array.dtype}")
@@ -54,7 +57,7 @@ def stored(name: str, array: npt.NDArray[Any], *dtypes: type[Any]) -> npt.NDArra
 
 
 def output(name: str, array: npt.NDArray[Any], dtype: type[Any]) -> npt.NDArray[Any]:
-    """`array`, checked to be writable, row-major and of `dtype`."""
+    """Return `array` itself. Raises what `stored` raises, and ValueError when it is read-only."""
     stored(name, array, dtype)
     if not array.flags.writeable:
         raise ValueError(f"{name} is read-only")

@@ -1,13 +1,13 @@
-"""What the kernels refuse. Both are ValueErrors: callers that know file and tensor add them.
+"""Errors of the kernels about values. Both are ValueErrors: callers that know the file and the tensor add them.
 
-Immutable; safe to use from any thread.
+The errors do not change once they are made, so that any thread may read them.
 """
 
 from __future__ import annotations
 
 
 class NonFiniteError(ValueError):
-    """A value to be quantized or ranked is infinite or NaN. `row` and `column` are the first such place."""
+    """A value to be quantized or ranked is infinite or NaN. `row` and `column` are those of the first one."""
 
     def __init__(
         self, row: int, column: int, value: float, *, what: str = "value", use: str = "quantized"

@@ -1,6 +1,7 @@
 """One routed expert in one call, from its bytes as they lie on disk.
 
-Safe to call from any thread; the interpreter's lock is dropped. Rows of the result depend on their row of z alone.
+The functions are safe to call from any thread and release the GIL. A row of the result depends on its row of z
+alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from k3.kernels.weights import MX_GROUP
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix:
-    """Where one MXFP4 matrix [rows, columns] lies in an expert's payload; offsets in bytes.
+    """The place of one MXFP4 matrix [rows, columns] in an expert's payload; offsets in bytes.
 
     `packed_offset` is that of the nibbles (rows * columns / 2 bytes), `scale_offset` that of the scale bytes
     (rows * columns / 32).
@@ -35,7 +36,7 @@ class ExpertMatrix:
             raise ValueError("offsets into a payload are not negative")
 
     def astuple(self) -> tuple[int, int, int, int]:
-        """The fields in order."""
+        """Return the fields in order."""
         return self.packed_offset, self.scale_offset, self.rows, self.columns
 
 
@@ -50,14 +51,15 @@ def expert_forward(
     linear_beta: float = 25.0,
     exact: bool = True,
 ) -> Floats:
-    """W2 situ(W1 z, W3 z): float32 [S, w2.rows] from z float32 [S, w1.columns] and the payload uint8 [n].
+    """Return W2 situ(W1 z, W3 z) as float32 [S, w2.rows], from z float32 [S, w1.columns] and payload uint8 [n].
 
-    exact: float32 activations, the products of `matmul` with the matrices as `dequantize_mxfp4` gives them.
-    Not exact: z and the hidden activations are rounded to int8, one scale per row and 32 columns.
+    If `exact`, activations are float32 and the matrices are multiplied as `matmul` multiplies what
+    `dequantize_mxfp4` returns for them. Otherwise z and the hidden activations are rounded to int8, with one scale
+    per row and 32 columns.
 
     Raises ReservedScaleError (part "w1", "w2" or "w3", row, group) for a scale byte of 255, ValueError when a
     matrix does not lie inside the payload or the shapes do not fit, and, unless exact, NonFiniteError for an
-    activation that is infinite or NaN (exact, those pass through as IEEE arithmetic has it).
+    activation that is infinite or NaN. If `exact`, such activations pass through as IEEE arithmetic defines.
     """
     z = activations("z", z, 2)
     out = np.empty((z.shape[0], w2.rows), np.float32)

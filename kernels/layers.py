@@ -1,8 +1,8 @@
 """The parts of the attention layers that carry a state or read a cache, all float32.
 
 A token's result does not depend on how many tokens a call is given: one call with S tokens equals S calls with
-one, bit for bit, state included. Safe to call from any thread, but for one state only from one at a time; the
-interpreter's lock is dropped.
+one, bit for bit, state included. The functions release the GIL and are safe to call from any thread, but for one
+state only from one thread at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def kda_heads(
     memory: Floats,
     vectors: KdaVectors,
 ) -> Floats:
-    """A KDA layer between its projections: gated rows [S, H * d], ready for the output projection.
+    """Compute a KDA layer between its projections; return gated rows [S, H * d] for the output projection.
 
     q, k, v [S, H * d] before the convolution, f [S, H * d] and b [S, H] before the gates of decay and beta,
     g [S, H * d] before the output gate's sigmoid. `windows` [3, taps - 1, H * d] (last raw inputs, oldest first)
@@ -66,7 +66,7 @@ def latent_attention(
     rope: npt.NDArray[Any],
     scale: float,
 ) -> Floats:
-    """Causal attention over a latent cache: float32 [S, H, C], per head the softmax-weighted sum of latents.
+    """Attend causally over a latent cache; return per head the softmax-weighted sum of latents, float32 [S, H, C].
 
     q_latent [S, H, C], q_rope [S, H, R]; latent [T, C] and rope [T, R] both float32, float16 or uint16
     (bfloat16 patterns), T >= S; the S queries belong to the last S positions, each sees itself and everything
@@ -87,7 +87,7 @@ def latent_attention(
 
 
 def absorb_query(q: Floats, kv_b: EncodedMatrix, value_dim: int) -> Floats:
-    """Queries taken into the latent space, key_h^T q: float32 [S, H, C] from q [S, H, key_dim].
+    """Map queries into the latent space, key_h^T q; return float32 [S, H, C] from q [S, H, key_dim].
 
     kv_b [H * (key_dim + value_dim), C], per head its key rows, then its value rows. Always exact.
     """
@@ -99,7 +99,7 @@ def absorb_query(q: Floats, kv_b: EncodedMatrix, value_dim: int) -> Floats:
 
 
 def expand_value(x: Floats, kv_b: EncodedMatrix, key_dim: int) -> Floats:
-    """Latent sums taken to values, value_h x: float32 [S, H, value_dim] from x [S, H, C]. Always exact."""
+    """Map latent sums to values, value_h x; return float32 [S, H, value_dim] from x [S, H, C]. Always exact."""
     x = activations("x", x, 3)
     value_dim = kv_b.shape[0] // x.shape[1] - key_dim
     if value_dim <= 0:

@@ -1,7 +1,7 @@
 """Operations on rows (the last axis) and on single numbers, all float32 in and out.
 
-Every row (number) is computed alone, in the order of docs/numerics.md. Safe to call from any thread; the
-interpreter's lock is dropped. Results are new arrays of the input's shape.
+Every row (number) is computed alone, in the order of docs/numerics.md. The functions are safe to call from any
+thread, release the GIL, and return new arrays of the input's shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from k3.kernels.errors import NonFiniteError
 
 
 def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:
-    """w * (x / sqrt(mean(x^2) + eps)) over the last axis; w float32 [D] (bfloat16 weights widened before)."""
+    """Return w * (x / sqrt(mean(x^2) + eps)) over the last axis; w is float32 [D], bfloat16 weights widened."""
     rows = _rows("x", x)
     out = np.empty_like(rows)
     _kernels.rms_norm(rows, stored("w", w, np.float32), eps, out)
@@ -26,7 +26,7 @@ def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:
 
 
 def softmax(x: Floats) -> Floats:
-    """exp(x - max) / sum over the last axis, which may not be empty."""
+    """Return exp(x - max) / sum over the last axis, which may not be empty."""
     rows = _rows("x", x)
     out = np.empty_like(rows)
     _kernels.softmax(rows, out)
@@ -34,27 +34,27 @@ def softmax(x: Floats) -> Floats:
 
 
 def exp(x: Floats) -> Floats:
-    """e to the power x, at most 1.5 units in the last place off."""
+    """Return e to the power x, at most 1.5 units in the last place off."""
     return _elementwise("exp", x)
 
 
 def tanh(x: Floats) -> Floats:
-    """Hyperbolic tangent, at most 2 units in the last place off."""
+    """Return the hyperbolic tangent, at most 2 units in the last place off."""
     return _elementwise("tanh", x)
 
 
 def sigmoid(x: Floats) -> Floats:
-    """1 / (1 + exp(-x)), at most 3 units in the last place off where the result is a normal number."""
+    """Return 1 / (1 + exp(-x)), at most 3 units in the last place off where the result is a normal number."""
     return _elementwise("sigmoid", x)
 
 
 def silu(x: Floats) -> Floats:
-    """x / (1 + exp(-x)), at most 3 units in the last place off where the result is a normal number."""
+    """Return x / (1 + exp(-x)), at most 3 units in the last place off where the result is a normal number."""
     return _elementwise("silu", x)
 
 
 def situ(gate: Floats, up: Floats, beta: float = 4.0, linear_beta: float = 25.0) -> Floats:
-    """SiTU-GLU: beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)."""
+    """Return SiTU-GLU, beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)."""
     if gate.shape != up.shape:
         raise ValueError(f"gate {gate.shape} and up {up.shape} differ in shape")
     flat = activations("gate", gate).reshape(-1)
@@ -64,7 +64,7 @@ def situ(gate: Floats, up: Floats, beta: float = 4.0, linear_beta: float = 25.0)
 
 
 def gated(x: Floats, gate: Floats) -> Floats:
-    """x * sigmoid(gate), number by number."""
+    """Return x * sigmoid(gate), number by number."""
     if gate.shape != x.shape:
         raise ValueError(f"x {x.shape} and gate {gate.shape} differ in shape")
     flat = activations("x", x).reshape(-1)
@@ -74,10 +74,10 @@ def gated(x: Floats, gate: Floats) -> Floats:
 
 
 def top_k(choice: Floats, k: int) -> npt.NDArray[np.int64]:
-    """Columns of the k greatest numbers of each row of choice [S, N], ascending: int64 [S, k].
+    """Return the columns of the k greatest numbers of each row of choice [S, N], ascending, as int64 [S, k].
 
-    Of equal numbers those in the lowest columns are taken. 1 <= k <= N, else ValueError; NonFiniteError, with row
-    and column, for what is infinite or NaN.
+    Of equal numbers those in the lowest columns are taken. Raises ValueError unless 1 <= k <= N, and
+    NonFiniteError with row and column for a number that is infinite or NaN.
     """
     choice = activations("choice", choice, 2)
     ids = np.empty((len(choice), k), np.int64)
@@ -89,10 +89,10 @@ def top_k(choice: Floats, k: int) -> npt.NDArray[np.int64]:
 
 
 def residual_mix(entries: Sequence[Floats], weight: Floats, eps: float = 1e-5) -> Floats:
-    """Attention-residual mix of 1 to 64 entries [S, D] (the stream last): float32 [S, D].
+    """Return the attention-residual mix of 1 to 64 entries V_j [S, D] (the stream last), float32 [S, D].
 
-    s_j = sum over D of (V_j / sqrt(mean(V_j^2) + eps)) * weight; the result is sum_j softmax(s)_j V_j.
-    weight float32 [D] is the product of the norm's and the projection's weights.
+    With s_j = sum over D of (V_j / sqrt(mean(V_j^2) + eps)) * weight, the result is sum_j softmax(s)_j V_j.
+    `weight`, float32 [D], is the product of the norm's and the projection's weights.
     """
     rows = [activations("entry", entry, 2) for entry in entries]
     if not rows:

@@ -1,7 +1,7 @@
-"""What the kernels compute, as NumPy: the definition that the native code is held to, bit for bit.
+"""The kernels in NumPy: the definition with which the native code must agree, bit for bit.
 
-Written for reading, not for speed. Everything is float32, one rounded operation after the other, in the order that
-docs/numerics.md states. Nothing of the native code is used here.
+The code is written for reading, not for speed. Everything is float32, one rounded operation after the
+other, in the order that docs/numerics.md states. Nothing of the native code is used here.
 """
 
 from k3.kernels.reference.functions import (

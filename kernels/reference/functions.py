@@ -18,7 +18,10 @@ _TANH = [_F(c) for c in (-0.00571704237, 0.0206505843, -0.0537434965, 0.13331490
 
 
 def exp(x: Floats) -> Floats:
-    """2^n * exp(r) with n = round(x / ln 2), |r| <= ln(2) / 2."""
+    """Return e to the power x.
+
+    It is 2^n times a polynomial for e to the power r, where n = round(x / ln 2) and |r| <= ln(2) / 2.
+    """
     x = np.asarray(x, _F)
     with np.errstate(over="ignore", under="ignore"):
         inside = np.minimum(np.maximum(np.where(np.isnan(x), _F(0), x), _F(-105)), _F(90))
@@ -31,7 +34,10 @@ def exp(x: Floats) -> Floats:
 
 
 def tanh(x: Floats) -> Floats:
-    """Odd polynomial below 0.625, 1 - 2 / (exp(2 |x|) + 1) from there."""
+    """Return the hyperbolic tangent.
+
+    It is an odd polynomial of x where |x| < 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.
+    """
     x = np.asarray(x, _F)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         a = np.abs(x)
@@ -43,61 +49,61 @@ def tanh(x: Floats) -> Floats:
 
 
 def sigmoid(x: Floats) -> Floats:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return _F(1) / (_F(1) + exp(-np.asarray(x, _F)))
 
 
 def silu(x: Floats) -> Floats:
-    """x / (1 + exp(-x))."""
+    """Return x / (1 + exp(-x))."""
     with np.errstate(invalid="ignore", under="ignore"):
         return np.asarray(x, _F) / (_F(1) + exp(-np.asarray(x, _F)))
 
 
 def situ(gate: Floats, up: Floats, beta: float = 4.0, linear_beta: float = 25.0) -> Floats:
-    """((beta * tanh(gate / beta)) * sigmoid(gate)) * (linear_beta * tanh(up / linear_beta))."""
+    """Return ((beta * tanh(gate / beta)) * sigmoid(gate)) * (linear_beta * tanh(up / linear_beta))."""
     b, c = _F(beta), _F(linear_beta)
     with np.errstate(over="ignore", under="ignore"):
         return ((b * tanh(gate / b)) * sigmoid(gate)) * (c * tanh(up / c))
 
 
 def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:
-    """w * (x * f), f = 1 / sqrt(mean + eps)."""
+    """Return w * (x * f) with f = 1 / sqrt(mean + eps)."""
     y: Floats = w * (x * _inverse_rms(x, eps))
     return y
 
 
 def l2_normalize(x: Floats, eps: float = 1e-6) -> Floats:
-    """x * f, f = 1 / sqrt(sum + eps)."""
+    """Return x * f with f = 1 / sqrt(sum + eps)."""
     factor: Floats = _F(1) / np.sqrt(lane_sum(x * x) + _F(eps))
     return x * factor[..., None]
 
 
 def softmax(x: Floats) -> Floats:
-    """exp(x - max) / lane sum of these."""
+    """Return exp(x - max) divided by the lane sum of these."""
     with np.errstate(invalid="ignore"):
         e = exp(x - np.max(x, axis=-1, keepdims=True))
     return e / lane_sum(e)[..., None]
 
 
 def kda_gate(f: Floats, a_log: Floats, dt_bias: Floats, lower_bound: float = -5.0) -> Floats:
-    """lower_bound * sigmoid(exp(a_log) * (f + dt_bias)), f [S, H, d]."""
+    """Return lower_bound * sigmoid(exp(a_log) * (f + dt_bias)) for f [S, H, d]."""
     bias = dt_bias.reshape(f.shape[1:])
     return _F(lower_bound) * sigmoid(exp(a_log)[None, :, None] * (f + bias[None]))
 
 
 def gated(x: Floats, gate: Floats) -> Floats:
-    """x * sigmoid(gate)."""
+    """Return x * sigmoid(gate)."""
     with np.errstate(invalid="ignore", under="ignore"):
         return x * sigmoid(gate)
 
 
 def top_k(choice: Floats, k: int) -> npt.NDArray[np.int64]:
-    """The first k of a stable descending sort, in ascending order."""
+    """Return the first k columns of a stable descending sort, in ascending order."""
     return np.sort(np.argsort(-choice, axis=-1, kind="stable")[:, :k], axis=-1)
 
 
 def residual_mix(entries: Sequence[Floats], weight: Floats, eps: float = 1e-5) -> Floats:
-    """Softmax over entries; maximum, sum and mix in the order of the entries."""
+    """Mix entries by the softmax of their scores; maximum, sum and mix are taken in the order of the entries."""
     scores = [lane_sum((v * _inverse_rms(v, eps)) * weight) for v in entries]
     top = np.max(np.stack(scores), axis=0)
     shares = [exp(score - top) for score in scores]

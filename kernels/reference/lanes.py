@@ -10,7 +10,7 @@ LANES = 16
 
 
 def lane_sum(terms: Floats) -> Floats:
-    """Sum over the last axis: sixteen running sums, then a tree.
+    """Sum over the last axis by sixteen running sums and then a tree.
 
     Lane j starts at 0 and adds terms j, j + 16, j + 32, ... in that order (the row padded with +0 to a multiple of
     16). Then lane j takes lane j + 8, then j + 4, then j + 2, then j + 1.

@@ -13,7 +13,10 @@ ATTENTION_BLOCK = 256
 
 
 def kda_step(state: Floats, q: Floats, k: Floats, v: Floats, g: Floats, beta: Floats) -> Floats:
-    """Tokens in order; sums over the key index in ascending order, starting from 0. `state` moves on in place."""
+    """Apply the delta rule to the tokens in order and update `state` in place.
+
+    Sums over the key index start from 0 and are taken in ascending order.
+    """
     out = np.empty_like(v)
     decay = exp(g)
     for t in range(len(q)):
@@ -26,7 +29,7 @@ def kda_step(state: Floats, q: Floats, k: Floats, v: Floats, g: Floats, beta: Fl
 
 
 def short_conv(window: Floats, u: Floats, w: Floats) -> Floats:
-    """Sum over taps from the oldest input to the newest, then SiLU. `window` is updated in place."""
+    """Return SiLU of the sum over taps from the oldest input to the newest. `window` is updated in place."""
     taps = w.shape[-1]
     weights = w.reshape(w.shape[0], taps)
     history = np.concatenate([window, u])
@@ -51,7 +54,7 @@ def kda_heads(
     memory: Floats,
     vectors: KdaVectors,
 ) -> Floats:
-    """Convolution, norms, gates, delta rule, output norm and gate, in turn. States move on in place."""
+    """Apply convolution, norms, gates, delta rule, output norm and gate in turn. States are updated in place."""
     heads, dim, _ = memory.shape
     shape = (len(q), heads, dim)
     query, key, value = (
@@ -71,7 +74,10 @@ def kda_heads(
 
 
 def latent_attention(q_latent: Floats, q_rope: Floats, latent: Floats, rope: Floats, scale: float) -> Floats:
-    """Softmax against the maximum of all positions; sums by blocks of 256 positions, blocks in order."""
+    """Return sums of latents weighted by a softmax against the maximum of all positions.
+
+    Sums are taken by blocks of 256 positions, the blocks in order.
+    """
     tokens, heads, width = q_latent.shape
     out = np.empty((tokens, heads, width), np.float32)
     for t in range(tokens):
@@ -91,21 +97,24 @@ def latent_attention(q_latent: Floats, q_rope: Floats, latent: Floats, rope: Flo
 
 
 def absorb_query(q: Floats, kv_b: Floats, value_dim: int) -> Floats:
-    """key_h^T q, summed over the key index in ascending order; kv_b decoded, [H * (key_dim + value_dim), C]."""
+    """Return key_h^T q, summed over the key index in ascending order.
+
+    kv_b is decoded: float32 [H * (key_dim + value_dim), C].
+    """
     _, heads, key_dim = q.shape
     keys = kv_b.reshape(heads, key_dim + value_dim, -1)[:, :key_dim]
     return np.stack([_weighted_sum(token, keys) for token in q])
 
 
 def expand_value(x: Floats, kv_b: Floats, key_dim: int) -> Floats:
-    """value_h x by `matmul_exact`."""
+    """Return value_h x, multiplied by `matmul_exact`."""
     heads = x.shape[1]
     values = kv_b.reshape(heads, kv_b.shape[0] // heads, -1)[:, key_dim:]
     return np.stack([matmul_exact(x[:, h], values[h]) for h in range(heads)], axis=1)
 
 
 def _weighted_sum(p: Floats, rows: Floats) -> Floats:
-    """out[h] = 0 + p[h, 0] * rows[h, 0] + p[h, 1] * rows[h, 1] + ..., in that order."""
+    """Return out[h] = 0 + p[h, 0] * rows[h, 0] + p[h, 1] * rows[h, 1] + ..., in that order."""
     total = np.zeros((rows.shape[0], rows.shape[2]), np.float32)
     for i in range(rows.shape[1]):
         total = total + p[:, i, None] * rows[:, i]

@@ -15,7 +15,7 @@ Integers = npt.NDArray[np.int8]
 
 
 def matmul_exact(x: Floats, w: Floats) -> Floats:
-    """x [S, K] times w [R, K] transposed: each product rounded, then summed by `lane_sum`."""
+    """Return x [S, K] times w [R, K] transposed: each product rounded, then summed by `lane_sum`."""
     out = np.empty((x.shape[0], w.shape[0]), np.float32)
     for row, activations in enumerate(x):
         out[row] = lane_sum(activations[None, :] * w)
@@ -23,7 +23,7 @@ def matmul_exact(x: Floats, w: Floats) -> Floats:
 
 
 def quantize_activations(x: Floats, group: int) -> tuple[Integers, Floats]:
-    """x [S, K] as (q int8 [S, G * group] with zeros past K, scales float32 [S, G]), as int8 by groups."""
+    """Quantize x [S, K] to int8; return (q int8 [S, G * group] with zeros past K, scales float32 [S, G])."""
     bad = np.argwhere(~np.isfinite(x))
     if len(bad):
         row, column = int(bad[0][0]), int(bad[0][1])
@@ -39,20 +39,20 @@ def quantize_activations(x: Floats, group: int) -> tuple[Integers, Floats]:
 
 
 def matmul_int8(x: Floats, q: Bytes, scales: Floats) -> Floats:
-    """int8 weights [R, K] with int8 activations by groups of 64."""
+    """Multiply int8 weights [R, K] with int8 activations by groups of 64."""
     qx, ax = quantize_activations(x, 64)
     weights = q.view(np.int8)
     return _by_groups(qx, weights, 64, np.repeat(ax[:, None, :], len(q), axis=1)) * scales
 
 
 def matmul_int4(x: Floats, q: Bytes, scales: Floats) -> Floats:
-    """int4 weights [R, K] with int8 activations by groups of 64."""
+    """Multiply int4 weights [R, K] with int8 activations by groups of 64."""
     qx, ax = quantize_activations(x, 64)
     return _by_groups(qx, unpack_int4(q, x.shape[1]), 64, ax[:, None, :] * scales)
 
 
 def matmul_mxfp4(x: Floats, packed: Bytes, scale: Bytes) -> Floats:
-    """MXFP4 weights [R, K] with int8 activations by groups of 32."""
+    """Multiply MXFP4 weights [R, K] with int8 activations by groups of 32."""
     qx, ax = quantize_activations(x, 32)
     halves = np.ldexp(np.float32(1), scale.astype(np.int32) - 128).astype(np.float32)
     return _by_groups(qx, unpack_mxfp4(packed), 32, ax[:, None, :] * halves)
@@ -68,7 +68,7 @@ def expert_forward(
     linear_beta: float = 25.0,
     exact: bool = True,
 ) -> Floats:
-    """W2 situ(W1 z, W3 z), each matrix given as (packed, scale)."""
+    """Return W2 situ(W1 z, W3 z), each matrix given as (packed, scale)."""
 
     def times(x: Floats, w: tuple[Bytes, Bytes]) -> Floats:
         return matmul_exact(x, dequantize_mxfp4(*w)) if exact else matmul_mxfp4(x, *w)
@@ -77,7 +77,7 @@ def expert_forward(
 
 
 def _by_groups(qx: Integers, qw: Integers, group: int, factors: Floats) -> Floats:
-    """sum over groups g, in order, of float32(integer dot of group g) * factors[s, r, g]."""
+    """Return the sum over groups g, in order, of float32(integer dot of group g) * factors[s, r, g]."""
     rows, columns = qw.shape
     groups = qx.shape[1] // group
     weights = np.zeros((rows, groups * group), np.int32)

@@ -1,4 +1,4 @@
-"""Definition of the stored encodings: what bytes a matrix becomes, and what numbers bytes stand for."""
+"""Definition of the stored encodings: the bytes of a quantized matrix, and the numbers that bytes stand for."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def widen_bf16(patterns: npt.NDArray[np.uint16]) -> Floats:
-    """A bfloat16 is the upper half of the float32 of the same value."""
+    """Return the float32 of the same value: a bfloat16 is its upper half."""
     return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def widen_f16(values: npt.NDArray[np.float16]) -> Floats:
-    """Every float16, the subnormal ones too, is a float32 of the same value."""
+    """Return the float32 of the same value: every float16 has one, the subnormal ones too."""
     return values.astype(np.float32)
 
 
 def quantize_int8(w: Weights) -> tuple[Bytes, Floats]:
-    """One scale per row."""
+    """Quantize to int8 with one scale per row."""
     values = _finite(w)
     absmax = np.max(np.abs(values), axis=1, initial=np.float32(0))
     scales = np.maximum(absmax / np.float32(127), _FLOOR)
@@ -32,7 +32,7 @@ def quantize_int8(w: Weights) -> tuple[Bytes, Floats]:
 
 
 def quantize_int4(w: Weights) -> tuple[Bytes, Floats]:
-    """One scale per row and 64 columns; the last group of a row may be short."""
+    """Quantize to int4 with one scale per row and 64 columns; the last group of a row may be short."""
     values = _finite(w)
     rows, columns = values.shape
     groups = -(-columns // 64)
@@ -46,17 +46,20 @@ def quantize_int4(w: Weights) -> tuple[Bytes, Floats]:
 
 
 def dequantize_int8(q: Bytes, scales: Floats) -> Floats:
-    """q * scale, rounded once."""
+    """Return q * scale, rounded once."""
     return q.view(np.int8).astype(np.float32) * scales[:, None]
 
 
 def dequantize_int4(q: Bytes, scales: Floats, columns: int) -> Floats:
-    """(nibble - 8) * scale, rounded once."""
+    """Return (nibble - 8) * scale, rounded once."""
     return unpack_int4(q, columns).astype(np.float32) * np.repeat(scales, 64, axis=1)[:, :columns]
 
 
 def dequantize_mxfp4(packed: Bytes, scale: Bytes) -> Floats:
-    """E2M1 value times 2^(scale - 127); both factors and, inside the range of float32, the product are exact."""
+    """Return E2M1 values times 2^(scale - 127).
+
+    Both factors and, inside the range of float32, the product are exact.
+    """
     reserved = np.argwhere(scale == 255)
     if len(reserved):
         raise ReservedScaleError("", int(reserved[0][0]), int(reserved[0][1]))
@@ -69,12 +72,12 @@ def dequantize_mxfp4(packed: Bytes, scale: Bytes) -> Floats:
 
 
 def unpack_int4(q: Bytes, columns: int) -> npt.NDArray[np.int8]:
-    """Weights -8 .. 7 as int8 [R, columns]."""
+    """Return weights from -8 to 7 as int8 [R, columns]."""
     return _nibbles(q)[:, :columns].astype(np.int8) - np.int8(8)
 
 
 def unpack_mxfp4(packed: Bytes) -> npt.NDArray[np.int8]:
-    """Doubled E2M1 values (integers from -12 to 12, no sign of zero) as int8 [R, K]."""
+    """Return doubled E2M1 values (integers from -12 to 12, no sign of zero) as int8 [R, K]."""
     nibbles = _nibbles(packed)
     doubled = (_E2M1[nibbles & 7] * 2).astype(np.int8)
     signed: npt.NDArray[np.int8] = np.where(nibbles & 8, -doubled, doubled)
