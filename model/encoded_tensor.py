@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.kernels import INT4_GROUP
-from k3.model.keys import Encoding, tensor_bytes
+from k3.model.keys import Encoding, ExpertLayout, tensor_bytes
 from k3.model.model_source import EncodedTensor
 
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
@@ -64,3 +64,19 @@ def encoded_tensor(
     else:
         data = weights.view(NUMPY_DTYPES[dtype]).reshape(shape)
     return EncodedTensor(name, encoding, dtype, shape, data, numbers)
+
+
+def expert_arrays(payload: npt.NDArray[np.uint8], layout: ExpertLayout) -> dict[str, npt.NDArray[Any]]:
+    """Return the parts of an expert by name, as arrays over `payload` [layout.payload_bytes], which is not copied.
+
+    Each has the shape of its part, and the dtype that `NUMPY_DTYPES` gives: uint8 for packed weights and scales.
+    Arrays are read-only if the payload is. ValueError when the payload has another size than the layout.
+    """
+    if payload.shape != (layout.payload_bytes,):
+        raise ValueError(f"a payload of shape {payload.shape} is not the layout's {layout.payload_bytes} bytes")
+    return {
+        part.name: payload[part.offset : part.offset + part.nbytes]
+        .view(NUMPY_DTYPES[part.dtype])
+        .reshape(part.shape)
+        for part in layout.parts
+    }

@@ -1,7 +1,7 @@
 """Where experts come from while a model runs: memory, files, or a daemon that owns the drives.
 
-What the engine needs: an `ExpertSource`, and for the daemon `DaemonSource` and `DaemonModel`. Modules are imported
-when a name is first used, so that commands answer at once.
+These names are the room's public interface (docs/python_api.md). Modules are imported when a name is first used,
+so that commands answer at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from k3.model.encoded_tensor import expert_arrays
+    from k3.store.client.attachment import attach
     from k3.store.client.daemon_model import DaemonModel
     from k3.store.client.daemon_source import DaemonSource
     from k3.store.local.file_source import FileSource
@@ -18,17 +20,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetError", "DaemonModel", "DaemonSource", "ExpertSource", "FileSource", "Lease", "MemorySource",
-    "SourceStats",
+    "SourceStats", "attach", "expert_arrays",
 ]  # fmt: skip
 
 _HOME = {
-    "BudgetError": "source", "DaemonModel": "client.daemon_model", "DaemonSource": "client.daemon_source",
-    "ExpertSource": "source", "FileSource": "local.file_source", "Lease": "source",
-    "MemorySource": "local.memory_source", "SourceStats": "source",
+    "BudgetError": "k3.store.source", "DaemonModel": "k3.store.client.daemon_model",
+    "DaemonSource": "k3.store.client.daemon_source", "ExpertSource": "k3.store.source",
+    "FileSource": "k3.store.local.file_source", "Lease": "k3.store.source",
+    "MemorySource": "k3.store.local.memory_source", "SourceStats": "k3.store.source",
+    "attach": "k3.store.client.attachment", "expert_arrays": "k3.model.encoded_tensor",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
