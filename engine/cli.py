@@ -5,6 +5,7 @@ Everything heavy is imported inside the command, so that --help and wrong usage 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,10 @@ _EXIT_CODES = (
 )  # fmt: skip
 
 
+_COMPLETE = "_K3_RUN_COMPLETE"
+"""The variable through which a shell asks for completion, as click names it."""
+
+
 class _RunOrBench(cli_support.Command):
     """`k3-run`, whose first word may be `bench`: then everything after it is `k3-run bench`'s."""
 
@@ -45,12 +50,21 @@ class _RunOrBench(cli_support.Command):
     ) -> Any:
         """See click.Command."""
         words = list(sys.argv[1:] if args is None else args)
-        if words[:1] == ["bench"]:
+        if (_words_to_complete() or words)[:1] == ["bench"]:
             from k3.engine.report.bench_command import bench
 
             name = prog_name or Path(sys.argv[0]).name
-            return bench.main(words[1:], f"{name} bench", complete_var, standalone_mode, **extra)
+            return bench.main(words[1:], f"{name} bench", complete_var or _COMPLETE, standalone_mode, **extra)
         return super().main(words, prog_name, complete_var, standalone_mode, **extra)
+
+
+def _words_to_complete() -> list[str]:
+    """Return the words after the command that a shell wants completed; none when this is no completion."""
+    if not os.environ.get(_COMPLETE, "").endswith("_complete"):
+        return []
+    from click.shell_completion import split_arg_string
+
+    return split_arg_string(os.environ.get("COMP_WORDS", ""))[1:]
 
 
 @click.command(
