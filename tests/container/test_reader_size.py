@@ -1,4 +1,4 @@
-"""Holds up that opening costs the same for the real model: 92 layers of 896 experts, in few calls and little memory."""
+"""Holds up that opening costs the same for the real model: 92 layers of 896 experts, few calls, little memory."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ print(json.dumps({"open_calls": opening, "rss_mb": grown / 1e6, "look_up_calls":
 
 
 def test_opening_is_quick_and_small(home: Path) -> None:
-    """Proving the catalog's pages takes about one call an expert, a look-up a constant number; no clock is asked."""
+    """Proving the catalog takes about one call an expert, a look-up a constant number; no clock is used."""
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(home)], capture_output=True, text=True, check=True, timeout=120
     )
