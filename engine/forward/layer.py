@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,13 +66,16 @@ class Layer:
         normed = kernels.rms_norm(mixed, self._attention_norm(), self._eps)
         return self._attention(normed, state.layers[self.index], state.position)
 
-    def transform(self, mixed: Array, on_request: Callable[[Routing], None] = lambda routing: None) -> Array:
+    def transform(
+        self, mixed: Array, on_request: Callable[[Layer, Routing], None] = lambda layer, routing: None
+    ) -> Array:
         """Return the MLP of a mixture [S, hidden], to be added to the stream.
 
-        `on_request` receives the routing once the experts are asked for. Raises what the expert source raises.
+        `on_request` receives this layer and the routing once the experts are asked for. Raises what the expert
+        source raises.
         """
         normed = kernels.rms_norm(mixed, self._mlp_norm(), self._eps)
-        return self.mlp(normed, on_request) if isinstance(self.mlp, LatentMoe) else self.mlp(normed)
+        return self.mlp(normed, partial(on_request, self)) if isinstance(self.mlp, LatentMoe) else self.mlp(normed)
 
     @property
     def can_rank_experts(self) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -129,8 +128,7 @@ class Model:
         attended = layer.attend(mixed, state)
         stream = attended if layer.starts_block else stream + attended
         self.observer.before_mlp(layer, blocks, stream)
-        requested = partial(self.observer.experts_requested, layer)
-        stream = stream + layer.transform(layer.mlp_mix(blocks, stream), requested)
+        stream = stream + layer.transform(layer.mlp_mix(blocks, stream), self.observer.experts_requested)
         self.observer.layer_done(layer)
         return stream
 

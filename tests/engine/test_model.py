@@ -11,9 +11,9 @@ import pytest
 
 from k3.engine.definition.model_options import ModelOptions
 from k3.engine.forward.model import Model
-from k3.engine.forward.moe import Routing
 from k3.engine.forward.state import KdaState, MlaState, State
 from k3.engine.run.session import Session
+from k3.engine.run.trace_observers import LastRouting
 from k3.model.architecture import ModelConfig
 from k3.store.local.file_source import FileSource
 from k3.verify.reference.forward import ReferenceModel
@@ -86,9 +86,9 @@ def test_embedding_and_mixtures(model: Model, truth: dict[str, Array]) -> None:
 
 def test_routing(model: Model, truth: dict[str, Array]) -> None:
     for layer in model.layers[1:]:
-        routings: list[Routing] = []
-        layer.transform(truth["mlp_mix"][layer.index], routings.append)
-        (routing,) = routings
+        seen = LastRouting()
+        layer.transform(truth["mlp_mix"][layer.index], seen.experts_requested)
+        routing = seen.routing[layer.index]
         assert np.array_equal(routing.experts, truth[f"router_idx_l{layer.index}"])
         assert rel_l2(routing.weights, truth[f"router_w_l{layer.index}"]) <= 1e-6
 
