@@ -90,7 +90,6 @@ def loaded(
             ready_model(opened, settings, capacity=tokens, chunk=CHUNK) as ready,
         ):
             model = ready.model
-            Session(model, 1, 1).step(0)
             traffic = Traffic(
                 model.config, model.resident_bytes - model.embedding_bytes,
                 model.embedding_bytes // model.config.vocab, expert_bytes,

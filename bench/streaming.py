@@ -24,7 +24,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from k3.engine.forward.state import State
 from k3.engine.report.machine_rates import MemoryMeter
 from k3.engine.run.trace_observers import LastRouting
 from k3.model.architecture import ModelConfig
+from k3.model.tensor_names import needed_names
 from k3.store.local.fetch import PART_BYTES, buffer_bytes
 from k3.store.local.file_source import DEFAULT_THREADS, WORKING_SLOTS, FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
@@ -98,7 +99,10 @@ class Rig:
         self.container = Container.open(home)
         self.config = ModelConfig.from_raw(self.container.config, home / "config.json")
         self.switch = Switch()
-        self.model = Model(self.container, self.config, self.switch, ModelOptions())
+        names = needed_names(self.container.tensor_names(), self.config)
+        with closing(self.container.begin_load(names)) as reading:
+            self.model = Model(self.container, self.config, self.switch, ModelOptions(), reading)
+            self.model.load()
         self.ids: list[int] = np.random.default_rng(seed).integers(0, self.config.vocab, tokens).tolist()
         self.layers = [layer for layer in self.config.layers if layer in self.config.moe_layers]
         self.slot_bytes = max(buffer_bytes(self.container.expert_layout(layer)) for layer in self.layers)

@@ -7,6 +7,8 @@ taken, so memory stays bounded. Taken by one thread.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,15 +36,25 @@ class ReadAhead:
     ) -> None:
         """Begin to read the first of `names`: all tensors that will be taken, in the order in which they lie best.
 
-        `on_read` is called for each tensor that is taken, `on_end` once, when all are taken or at `close`.
+        `on_read` is called for each tensor that was read, `on_end` once, when all were read or at `close`: one
+        call at a time, from threads of the load.
         """
         self._read_tensor = read_tensor
         self._waiting = deque(names)
+        self._left = len(names)
         self._begun: dict[str, Future[EncodedTensor]] = {}
         self._on_read = on_read
-        self._on_end: Callable[[], None] | None = on_end
+        self._on_end = on_end
+        self._lock = threading.Lock()  # of the calls, and of what follows
+        self._began_s = time.monotonic()
+        self._ended_s: float | None = None
         self._pool = ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="k3-dense")
         self._fill()
+
+    @property
+    def load_s(self) -> float:
+        """Seconds from the beginning of the load to the end of reading; until now, while it goes on."""
+        return (time.monotonic() if self._ended_s is None else self._ended_s) - self._began_s
 
     def take(self, name: str) -> EncodedTensor:
         """Return a tensor of `names`, once. Raises what reading it raised."""
@@ -52,10 +64,7 @@ class ReadAhead:
         self._fill()
         tensor = self._begun[name].result()
         del self._begun[name]
-        self._on_read(name)
         self._fill()
-        if not self._begun:
-            self._end()
         return tensor
 
     def huge_pages(self) -> HugePages:
@@ -65,19 +74,29 @@ class ReadAhead:
     def close(self) -> None:
         """Wait for the reads in flight and drop what was not taken."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._end()
+        with self._lock:
+            self._end()
 
     def _fill(self) -> None:
         while self._waiting and len(self._begun) < READ_AHEAD:
             self._begin(self._waiting.popleft())
 
     def _begin(self, name: str) -> None:
-        self._begun[name] = self._pool.submit(self._read_tensor, name)
+        self._begun[name] = self._pool.submit(self._read, name)
+
+    def _read(self, name: str) -> EncodedTensor:
+        tensor = self._read_tensor(name)
+        with self._lock:
+            self._on_read(name)
+            self._left -= 1
+            if self._left == 0:
+                self._end()
+        return tensor
 
     def _end(self) -> None:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
+        if self._ended_s is None:
+            self._ended_s = time.monotonic()
+            self._on_end()
 
     def __enter__(self) -> ReadAhead:
         return self

@@ -122,6 +122,11 @@ class DenseLoad:
         """Bytes of the region."""
         return self._plan.nbytes
 
+    @property
+    def load_s(self) -> float:
+        """Seconds from the beginning of the load to the end of reading; until now, while it goes on."""
+        return (time.monotonic() if self.ended_s is None else self.ended_s) - self.began_s
+
     def huge_pages(self) -> HugePages:
         """What the region got of the huge pages it asked for, as far as it is filled."""
         return huge_pages([self._region])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from k3.engine.launch.run_option_types import Ids
 
 if TYPE_CHECKING:
     from k3.engine.definition.settings import RunSettings
+    from k3.engine.launch.launched import Launched
 
 DEFAULT_GENERATE = 32
 DEFAULT_CHUNK = 64
@@ -168,14 +169,18 @@ def main(**options: Any) -> None:
         from k3.engine.launch.launched import launch
         from k3.engine.run.deferred_signals import ended_like_ctrl_c
 
-        with ended_like_ctrl_c(), launch(settings) as launched:
-            from k3.engine.run.generation import (
-                generate,  # imports NumPy, the kernels and the model while the drive reads
-            )
-
+        with ended_like_ctrl_c(), launch(settings, _import_generate) as launched:
+            generate = _import_generate()
             generate(launched, settings)
 
     cli_support.run(body, as_json=settings.as_json, on_interrupt="what was generated so far is all")
+
+
+def _import_generate() -> Callable[[Launched, RunSettings], None]:
+    """Import the second half of a run, and with it NumPy, the kernels and the model; the drive reads meanwhile."""
+    from k3.engine.run.generation import generate
+
+    return generate
 
 
 def _settings(options: dict[str, Any]) -> RunSettings:

@@ -70,6 +70,10 @@ class TensorLoad(TensorReader, Protocol):
     def retries(self) -> int:
         """Reads that failed at first and were right the second time."""
 
+    @property
+    def load_s(self) -> float:
+        """Seconds from the beginning of the load to the end of reading; until now, while it goes on."""
+
     def huge_pages(self) -> HugePages:
         """Return how much of the buffers lies in huge pages, of what was asked for."""
 
@@ -123,8 +127,9 @@ class ModelSource(Protocol):
     ) -> TensorLoad:
         """Begin to read dense tensors in the background, in the order of `names`, and return at once.
 
-        `on_read` is called with each tensor's name before or while it is taken, `on_end` once, at the end of all
-        reading or at `close`; both perhaps from another thread. Imports no NumPy if the source has not.
+        `on_read` is called with each tensor's name when it is in memory, `on_end` once, at the end of all reading
+        or at `close`. They are called one at a time, perhaps from another thread, perhaps before this returns.
+        Imports no NumPy if the source has not.
         """
 
     def loading_bytes(self, names: Sequence[str]) -> int:

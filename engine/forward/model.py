@@ -16,7 +16,6 @@ the bits are the same. One forward pass at a time.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +30,6 @@ from k3.engine.forward.state import State
 from k3.engine.forward.weights import Weights, to_float32
 from k3.model.architecture import ModelConfig
 from k3.model.model_source import EncodedTensor, ModelSource, TensorReader
-from k3.model.tensor_names import needed_names
 from k3.store.source import ExpertSource
 
 Array = npt.NDArray[np.float32]
@@ -46,33 +44,20 @@ class Model:
         config: ModelConfig,
         experts: ExpertSource,
         options: ModelOptions,
-        *,
-        loading: TensorReader | None = None,
-        observer: PassObserver | None = None,
+        reading: TensorReader,
     ) -> None:
-        """Build the layers of `config.layers`.
+        """Build the layers of `config.layers`, and wait for nothing.
 
-        With `loading`, which reads the dense tensors already and must live as long, nothing is waited for: each
-        weight is taken from it at its first use, and an error of reading it is raised there. Without, all are
-        read here. SourceError, UnsupportedError and the like name the tensor; nothing is read before all names
-        agree.
+        `reading` reads the dense tensors already, and stays open until each was used once or `load` has returned.
+        A weight is taken from it at its first use, and an error of reading it is raised there.
         """
         self.config = config
         self.options = options
         self.identity = source.identity
-        self.observer = observer or PassObserver()
-        if loading is not None:
-            self._build(source, experts, loading)
-            return
-        with contextlib.closing(source.begin_load(needed_names(source.tensor_names(), config))) as reading:
-            self._build(source, experts, reading)
-            self.load()
-
-    def _build(self, source: ModelSource, experts: ExpertSource, reading: TensorReader) -> None:
-        config = self.config
-        self._weights = weights = Weights(source, config, reading, exact=self.options.exact)
+        self.observer = PassObserver()
+        self._weights = weights = Weights(source, config, reading, exact=options.exact)
         self._embeddings = weights.matrix("model.embed_tokens.weight")
-        self.layers = [Layer(weights, index, config, source, experts, self.options) for index in config.layers]
+        self.layers = [Layer(weights, index, config, source, experts, options) for index in config.layers]
         self._head_mix = ResidualMix(weights, "model.output_attn_res", config.eps)
         self._head_norm = weights.floats("model.norm.weight")
         self._head = weights.matrix("lm_head.weight")

@@ -8,15 +8,12 @@ imports them, so that the first read begins as early as it can. Main thread only
 from __future__ import annotations
 
 import contextlib
-import importlib
 import resource
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from k3.base.memory_limit import Limit, memory_limit
 from k3.base.streams import say
-from k3.engine.definition.run_report import Report
 from k3.engine.definition.settings import ModelSettings, RunSettings
 from k3.engine.launch.given_prompt import check_given
 from k3.engine.launch.loading import check_dense_fits, loading_weights, without
@@ -38,7 +35,6 @@ class Launched:
     opened: OpenedModel
     weights: TensorLoad
     limit: Limit
-    report: Report
 
 
 @contextlib.contextmanager
@@ -51,30 +47,27 @@ def opened_model(settings: ModelSettings) -> Iterator[OpenedModel]:
 
 
 @contextlib.contextmanager
-def launch(settings: RunSettings) -> Iterator[Launched]:
-    """Open the model and load its weights in the background; all is closed with the block. Raises K3Error."""
+def launch(settings: RunSettings, import_rest: Callable[[], object]) -> Iterator[Launched]:
+    """Open the model and load its weights in the background; all is closed with the block. Raises K3Error.
+
+    `import_rest` imports the second half of a run. It is called only where the memory that this takes has to be
+    measured.
+    """
     check_distinct(settings)
-    report = Report()
-
-    def loaded(load_s: float) -> None:
-        report.load_s += load_s
-
     with opened_model(settings.model) as opened:
         check_outside_model(settings, opened.source)
         check_given(opened, settings)
-        limit = _limit(with_vocabulary=settings.ids is None)
+        limit = _limit(import_rest, with_vocabulary=settings.ids is None)
         check_dense_fits(opened, settings.model, limit)
-        with loading_weights(opened, on_loaded=loaded, as_json=settings.as_json) as weights:
-            yield Launched(opened, weights, limit, report)
+        with loading_weights(opened, as_json=settings.as_json) as weights:
+            yield Launched(opened, weights, limit)
 
 
-def _limit(*, with_vocabulary: bool) -> Limit:
+def _limit(import_rest: Callable[[], object], *, with_vocabulary: bool) -> Limit:
     """Measure the memory that a run may take, less its imports and the vocabulary of a text."""
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        importlib.import_module(
-            "k3.engine.run.generation"
-        )  # it takes 125 MB of address space, which have to count
-    limit = memory_limit()
-    if "k3.engine.run.generation" not in sys.modules:
-        limit = without(limit, IMPORTS_BYTES)
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        limit = without(memory_limit(), IMPORTS_BYTES)
+    else:  # the rest takes 125 MB of address space, which have to count
+        import_rest()
+        limit = memory_limit()
     return without(limit, VOCABULARY_BYTES) if with_vocabulary else limit

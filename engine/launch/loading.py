@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from k3.base.cli_support import Progress
@@ -28,25 +27,16 @@ def check_dense_fits(opened: OpenedModel, settings: ModelSettings, limit: Limit)
 
 
 @contextlib.contextmanager
-def loading_weights(
-    opened: OpenedModel, *, on_loaded: Callable[[float], None] = lambda load_s: None, as_json: bool = False
-) -> Iterator[TensorLoad]:
-    """Read the model's dense weights in the background, shown by a progress bar, until the block is left.
-
-    `on_loaded` receives the seconds that reading took, from another thread, when it has ended.
-    """
+def loading_weights(opened: OpenedModel, *, as_json: bool = False) -> Iterator[TensorLoad]:
+    """Read the model's dense weights in the background, shown by a progress bar, until the block is left."""
     sizes = {name: opened.source.dense(name).resident_bytes for name in opened.names}
-    began_s = time.monotonic()
     with contextlib.ExitStack() as display:  # closed at the end of reading, or with the block if that is earlier
         bar = Progress("loading", sum(sizes.values()), as_json=as_json)
         display.callback(bar.close)
         display.enter_context(_gil_switch_interval(GIL_SWITCH_INTERVAL_S))
-
-        def end() -> None:
-            display.close()
-            on_loaded(time.monotonic() - began_s)
-
-        loading = opened.source.begin_load(opened.names, on_read=lambda name: bar.advance(sizes[name]), on_end=end)
+        loading = opened.source.begin_load(
+            opened.names, on_read=lambda name: bar.advance(sizes[name]), on_end=display.close
+        )
         try:
             yield loading
         finally:

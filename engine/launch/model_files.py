@@ -44,8 +44,8 @@ class OpenedModel:
 
     source: ModelSource
     config: ModelConfig
-    names: list[str]  # dense tensors that a run reads
-    warnings: list[str]
+    names: tuple[str, ...]  # dense tensors that a run reads
+    warnings: tuple[str, ...]
     attachment: Attachment | None = None  # to the daemon that the model comes from
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ def _checked(source: ModelSource, settings: ModelSettings, warnings: list[str]) 
     for layer in config.layers:
         if layer in config.moe_layers:
             check_experts(source.expert_layout(layer), config, layer)
-    return OpenedModel(source, config, names, warnings)
+    return OpenedModel(source, config, tuple(names), tuple(warnings))
 
 
 def _recipe(settings: ModelSettings) -> Recipe:

@@ -71,7 +71,6 @@ def bench(settings: BenchSettings) -> None:
                 capacity=max(test.depth + test.tokens for test in tests), chunk=max(settings.chunks),
             )
         )  # fmt: skip
-        Session(ready.model, 1, 1).step(0)
         table = open_table(settings.form, sys.stdout)
         measuring = _Measuring(opened, ready.model, ready.experts, settings, table, meter)
         try:

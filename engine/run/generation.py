@@ -48,18 +48,16 @@ class Generated:
 
 def generate(launched: Launched, settings: RunSettings) -> None:
     """Read the request, plan memory, build the model, take in the prompt and generate. Raises K3Error."""
-    opened, report = launched.opened, launched.report
+    opened = launched.opened
     with read_request(opened, settings) as request, open_sinks(opened, settings) as sinks:
         plan = plan_memory(
             opened, settings.model, launched.limit,
             capacity=request.capacity, chunk=settings.chunk, every_logit=settings.logits is not None,
         )  # fmt: skip
         plan.check()
-        report.resumed_tokens = request.resumed_tokens
-        report.prompt_tokens = len(request.prompt.ids) - request.resumed_tokens
         with built_model(opened, settings.model, launched.weights, plan, sinks) as built:
             session = Session(built.model, request.capacity, settings.chunk)
-            _run_session(session, built.experts, request, settings, sinks.logits, report)
+            _run_session(session, built.experts, request, settings, sinks.logits, launched.weights)
             for warning in read_warnings(built.experts, launched.weights, direct=settings.model.direct):
                 say(f"warning: {warning}\n")
         if sinks.logits is not None:
@@ -72,14 +70,15 @@ def _run_session(
     request: Request,
     settings: RunSettings,
     logits: LogitsFile | None,
-    report: Report,
+    weights: TensorLoad,
 ) -> None:
     """Restore the saved state, generate, save the state, print the report."""
     prompt, saved = request.prompt, request.saved
+    report = Report(resumed_tokens=request.resumed_tokens, prompt_tokens=len(prompt.ids) - request.resumed_tokens)
     if saved is not None:
         began_s = time.monotonic()
         session.restore(saved)
-        report.load_s += time.monotonic() - began_s
+        report.load_s = time.monotonic() - began_s
     before = prompt.ids[-MAX_TOKENS_PER_CHARACTER:] if prompt.resumed else ()
     output: Output = (JsonOutput if settings.as_json else TextOutput)(prompt.tokenizer, before)
     generated = Generated()
@@ -89,6 +88,7 @@ def _run_session(
         generation.prefill()
         generation.decode()
         keeper.save()
+        report.load_s += weights.load_s
         _finish_report(report, experts)
         output.finish(generated.ids, generated.stop, report, settings.sampler)
 

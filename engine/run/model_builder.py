@@ -40,7 +40,7 @@ def built_model(
     if settings.threads is not None:
         kernels.set_threads(settings.threads)
     with contextlib.closing(_open_experts(opened, settings, plan)) as experts:
-        model = Model(opened.source, opened.config, experts, model_options(settings), loading=weights)
+        model = Model(opened.source, opened.config, experts, model_options(settings), weights)
         model.observer = _observers(model, experts, plan, sinks)
         yield BuiltModel(model, experts)
 

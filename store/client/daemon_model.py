@@ -29,6 +29,7 @@ class SharedTensors:
     """A `TensorLoad` with nothing left to read: tensors are views of the daemon's memory."""
 
     retries = 0
+    load_s = 0.0
 
     def __init__(self, read_tensor: Callable[[str], EncodedTensor]) -> None:
         self.take = read_tensor

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from k3.base.huge_pages import HugePages
 from k3.base.memory_limit import Limit
 from k3.engine.cli import main
+from k3.engine.forward.model import Model
 from k3.engine.report import bench_run
 from k3.engine.report.machine_rates import DriveRate, MemoryMeter
 from k3.engine.run.session import Session
@@ -76,7 +77,7 @@ def test_every_form_tells_the_same_tests() -> None:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Every list of ids that a session takes in, the first being the pass that ends the loading."""
+    """Every list of ids that a session takes in."""
     seen: list[list[int]] = []
     original = Session.prefill
 
@@ -91,24 +92,41 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 @pytest.mark.usefixtures("_quick")
 def test_repetitions_differ_runs_and_chunks_do_not(passes: list[list[int]]) -> None:
     measured("--snapshot", TINY, "-p", "6", "-n", "0", "-b", "2,6", "-r", "2")
-    first = passes[1:]
+    first = list(passes)
     assert [len(ids) for ids in first] == [6] * 6  # with a warm-up each
     assert first[:3] == first[3:]
     assert len({tuple(ids) for ids in first}) == 3
     passes.clear()
     measured("--snapshot", TINY, "-p", "6", "-n", "0", "-r", "2", "--no-warmup", "--seed", "0")
-    assert passes[1:] == first[1:3]
+    assert passes == first[1:3]
     passes.clear()
     measured("--snapshot", TINY, "-p", "6", "-n", "0", "-r", "2", "--no-warmup", "--seed", "1")
-    assert passes[1:] != first[1:3]
+    assert passes != first[1:3]
 
 
 @pytest.mark.usefixtures("_quick")
 def test_depth_is_taken_in_but_not_measured(passes: list[list[int]]) -> None:
     (row,) = measured("--snapshot", TINY, "-p", "0", "-n", "2", "-d", "9", "-r", "1", "--no-warmup")
-    assert [len(ids) for ids in passes[1:]] == [9, 1, 1]
+    assert [len(ids) for ids in passes] == [9, 1, 1]
     (bare,) = measured("--snapshot", TINY, "-p", "0", "-n", "2", "-r", "1", "--no-warmup")
     assert row["moved_bytes_per_token"] > bare["moved_bytes_per_token"]  # of the latent cache
+
+
+@pytest.mark.usefixtures("_quick")
+def test_all_weights_are_in_memory_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    forward = Model.forward
+
+    def noted(self: Model, *given: Any, **more: Any) -> Any:
+        seen.append(self.resident_bytes)
+        result = forward(self, *given, **more)
+        seen.append(self.resident_bytes)
+        return result
+
+    monkeypatch.setattr(Model, "forward", noted)
+    measured("--snapshot", TINY, "-p", "2", "-n", "0", "-r", "1", "--no-warmup")
+    assert len(seen) == 2
+    assert seen[0] == seen[1] > 0
 
 
 @pytest.mark.usefixtures("_quick")
@@ -264,7 +282,7 @@ def test_an_interrupt_keeps_what_was_measured(form: str, monkeypatch: pytest.Mon
     original, calls = Session.prefill, iter(range(100))
 
     def prefill(self: Session, ids: Any, on_logits: Any = None) -> Any:
-        if next(calls) == 1 + 3 + 2:
+        if next(calls) == 3 + 2:
             raise KeyboardInterrupt
         return original(self, ids, on_logits)
 

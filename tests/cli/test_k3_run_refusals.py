@@ -156,7 +156,7 @@ def test_text_needs_the_vocabulary_and_ids_do_not(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_cannot_be_met_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "memory_limit", lambda: Limit(1e6, "a test"))
+    monkeypatch.setattr(launched, "memory_limit", lambda: Limit(launched.IMPORTS_BYTES + 1e6, "a test"))
     result = k3_run("--snapshot", TINY, "--ids", "1,2")
     assert result.exit_code == 9
     assert "a test leaves 0.001 GB" in result.stderr

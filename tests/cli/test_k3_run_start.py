@@ -258,7 +258,7 @@ def test_a_run_that_fits_without_its_context_is_refused_beside_the_reads(
         begun.append(free_bytes)
         return begin_load(*given, **more)
 
-    monkeypatch.setattr(launched, "_limit", lambda **_: Limit(free_bytes, "a test"))
+    monkeypatch.setattr(launched, "_limit", lambda *_, **__: Limit(free_bytes, "a test"))
     begin_load = Container.begin_load
     monkeypatch.setattr(Container, "begin_load", noted)
     for free_bytes in (least - 1, whole - 1):  # noqa: B007

@@ -101,7 +101,7 @@ def test_the_order_of_arrival_changes_no_bit(container: Container, whole: Array,
     reader = Permuted(container, names, seed)
     experts = FileSource(container, threads=2)
     try:
-        model = Model(container, config_of(container), experts, ModelOptions(), loading=reader)
+        model = Model(container, config_of(container), experts, ModelOptions(), reader)
         assert not reader.taken  # made at once
         assert all_logits(model, IDS, 9).tobytes() == whole.tobytes()
         assert sorted(reader.taken) == sorted(names)  # each once
@@ -118,7 +118,7 @@ def test_a_slow_and_noisy_drive_changes_no_bit(container: Container, whole: Arra
     experts = FileSource(container, threads=2)
     try:
         with DenseLoad(container, names, piece_bytes=PAGE_BYTES, opener=drive.open) as loading:
-            model = Model(container, config_of(container), experts, ModelOptions(), loading=loading)
+            model = Model(container, config_of(container), experts, ModelOptions(), loading)
             assert all_logits(model, IDS, 9).tobytes() == whole.tobytes()
             assert loading.ended_s is not None
             resident_bytes = model.resident_bytes
@@ -136,7 +136,7 @@ def test_early_layers_compute_and_a_damaged_late_one_stops_the_pass(home: Path, 
     experts = FileSource(container, threads=2)
     try:
         with DenseLoad(container, names) as loading:
-            model = Model(container, config_of(container), experts, ModelOptions(), loading=loading)
+            model = Model(container, config_of(container), experts, ModelOptions(), loading)
             with pytest.raises(DamageError) as caught:
                 Session(model, 8, 8).prefill([1, 2, 3])
             assert caught.value.tensor == LATE

@@ -19,7 +19,7 @@ from k3.engine.run.session import Session
 from k3.model.architecture import ModelConfig
 from k3.store.local.file_source import FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
-from tests.support.engines import all_logits, golden, snapshot
+from tests.support.engines import all_logits, golden, loaded_model, snapshot
 
 Event = tuple[str, int, tuple[int, ...]]
 
@@ -61,7 +61,7 @@ def looking_ahead(most: int) -> Iterator[tuple[Model, Recorder]]:
     source = snapshot("tiny_s1")
     config = ModelConfig.from_raw(source.config, Path("config.json"))
     with contextlib.closing(Recorder(FileSource(source, prefetch_slots=most, threads=2))) as experts:
-        model = Model(source, config, experts, ModelOptions())
+        model = loaded_model(source, config, experts, ModelOptions())
         if most:
             model.observer = LookAhead(experts, most, config.moe.top_k, model.layers)
         yield model, experts

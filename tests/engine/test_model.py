@@ -17,7 +17,7 @@ from k3.engine.run.trace_observers import LastRouting
 from k3.model.architecture import ModelConfig
 from k3.store.local.file_source import FileSource
 from k3.verify.reference.forward import ReferenceModel
-from tests.support.engines import GOLDEN_REL_L2, Array, all_logits, golden, loaded, rel_l2, snapshot
+from tests.support.engines import GOLDEN_REL_L2, Array, all_logits, golden, loaded, loaded_model, rel_l2, snapshot
 
 LAYER_REL_L2 = 2e-6
 """One layer from its golden input: there is little room to drift in."""
@@ -114,7 +114,7 @@ def test_the_latent_epsilon_is_the_published_one(truth: dict[str, Array], name: 
     source = snapshot(name)
     config = ModelConfig.from_raw(source.config, Path("config.json")).with_mla_eps(1e-5)
     with contextlib.closing(FileSource(source)) as experts:
-        changed = Model(source, config, experts, ModelOptions(exact=True))
+        changed = loaded_model(source, config, experts, ModelOptions(exact=True))
         distance = rel_l2(all_logits(changed, truth["input_ids"], 64), truth["logits"])
     assert 1e-3 < distance < 5e-2
 

@@ -72,7 +72,7 @@ class OtherKind:
 
 def opened_model(source: ModelSource) -> OpenedModel:
     config = ModelConfig.from_raw(source.config, source.config_path)
-    return OpenedModel(source, config, needed_names(source.tensor_names(), config), [])
+    return OpenedModel(source, config, tuple(needed_names(source.tensor_names(), config)), ())
 
 
 def test_a_tensor_is_what_was_said_before_it_was_read(source: ModelSource) -> None:
@@ -101,6 +101,7 @@ def test_a_load_gives_each_tensor_and_ends_once(source: ModelSource, takes_all: 
             np.testing.assert_array_equal(taken.data, wanted.data)
             assert (taken.name, taken.encoding, taken.shape) == (name, wanted.encoding, wanted.shape)
         assert load.retries == 0
+        assert load.load_s >= 0
         load.huge_pages()
     assert len(ends) == 1
     assert not takes_all or (sorted(read), ends) == (sorted(names), [len(names)])
@@ -146,6 +147,6 @@ def test_a_kind_that_the_engine_has_never_seen_runs() -> None:
     plan.check()
     assert forecast(other, opened.config, opened.names, hit_share=0, tokens=1, position=0).memory_bytes > 0
     with loading_weights(opened) as weights, contextlib.closing(FileSource(other, threads=2)) as experts:
-        model = Model(other, opened.config, experts, ModelOptions(), loading=weights)
+        model = Model(other, opened.config, experts, ModelOptions(), weights)
         assert all_logits(model, ids, 9).tobytes() == wanted.tobytes()
     opened.close()

@@ -17,6 +17,7 @@ from k3.engine.forward.model import Model
 from k3.engine.run.session import Session
 from k3.model.architecture import ModelConfig
 from k3.model.model_source import ModelSource
+from k3.model.tensor_names import needed_names
 from k3.model.tensor_recipe import Recipe
 from k3.store.local.file_source import FileSource
 from k3.store.source import ExpertSource
@@ -51,6 +52,14 @@ def copied(name: str, target: Path) -> Path:
     return target
 
 
+def loaded_model(source: ModelSource, config: ModelConfig, experts: ExpertSource, options: ModelOptions) -> Model:
+    """A model with all its weights in memory."""
+    with contextlib.closing(source.begin_load(needed_names(source.tensor_names(), config))) as reading:
+        model = Model(source, config, experts, options, reading)
+        model.load()
+    return model
+
+
 @contextlib.contextmanager
 def loaded(
     source: ModelSource,
@@ -67,7 +76,7 @@ def loaded(
         config = config.truncated(layers)
     experts = FileSource(source, cache_bytes=cache_bytes, threads=2)
     try:
-        yield Model(source, config, wrap(experts), ModelOptions(exact, keep_share))
+        yield loaded_model(source, config, wrap(experts), ModelOptions(exact, keep_share))
     finally:
         experts.close()
 
