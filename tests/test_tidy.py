@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 BASELINE = Path(__file__).with_name("tidy_baseline.json")
 
 COLUMNS_MAX = 115
+TABLE_COLUMNS_MAX = 140
 HANG_GUARD_S = 10.0
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "thread_time", "time"}
 RIDDLES = re.compile(r"(What|How|Whether|Where|Whoever)\b")
@@ -68,14 +69,16 @@ def riddles(path: Path) -> Iterator[str]:
 
 
 def wide_prose(path: Path) -> Iterator[str]:
-    """Lines of Markdown that are too long to be read, but for tables, code and links."""
+    """Lines and rows of tables that are too long to be read, but for code, links and tables that code writes."""
     text = text_of(path)
     if path.suffix != ".md" or text is None:
         return
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
         in_code ^= line.lstrip().startswith("```")
-        if len(line) > COLUMNS_MAX and not in_code and not line.startswith("|") and "](http" not in line:
+        if in_code or "](http" in line or (line.startswith("|") and "attacks" in path.parts):
+            continue
+        if len(line) > (TABLE_COLUMNS_MAX if line.startswith("|") else COLUMNS_MAX):
             yield f"{number}: {len(line)} columns"
 
 
@@ -187,9 +190,9 @@ def test_a_bound_on_time_is_seen(tmp_path: Path, condition: str, is_refused: boo
 def test_what_is_seen_in_prose_and_docstrings(tmp_path: Path) -> None:
     code, page = tmp_path / "code.py", tmp_path / "page.md"
     code.write_text('"""How it is."""\nA = 1\n"""Whether it is."""\ndef f():\n    """Return what it is."""\n')
-    page.write_text(f"{'x' * 116}\n|{'x' * 200}|\n```\n{'x' * 200}\n```\n{'x' * 115}\n")
+    page.write_text(f"{'x' * 116}\n|{'x' * 138}|\n|{'x' * 139}|\n```\n{'x' * 200}\n```\n{'x' * 115}\n")
     assert list(riddles(code)) == ["1: How it is.", "3: Whether it is."]
-    assert list(wide_prose(page)) == ["1: 116 columns"]
+    assert list(wide_prose(page)) == ["1: 116 columns", "3: 141 columns"]
 
 
 if __name__ == "__main__":

@@ -229,10 +229,10 @@ def test_a_name_is_cleaned_so_that_it_is_accepted() -> None:
 def test_the_document_names_exactly_these_messages_and_fields() -> None:
     text = (Path(__file__).parents[2] / "docs" / "store_protocol.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| c → d", "| d → c"))]
-    told = {}
+    told: dict[tuple[str, str], set[str]] = {}
     for direction, name, fields, *_ in rows:
         found = set(re.findall(r"`([a-z_]+)`", re.sub(r"\(.*?\)|: .*", "", fields)))
-        told[direction.strip("| "), name.strip("`")] = found
+        told.setdefault((direction.strip("| "), name.strip("`")), set()).update(found)
     wanted = {
         ("c → d", "hello"): wire.Hello, ("d → c", "welcome"): wire.Welcome,
         ("c → d", "status"): wire.StatusRequest, ("d → c", "status"): wire.Status,
