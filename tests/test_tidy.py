@@ -27,6 +27,7 @@ RIDDLES = re.compile(r"(What|How|Whether|Where|Whoever)\b")
 MAY_RIDDLE = re.compile(rf"[\"']\s*{RIDDLES.pattern}")
 MAY_TIME = re.compile(r"\btime\.|\bwait_until\b")
 """Files without a match are not parsed: that takes longer than all else here."""
+SLEEPS = re.compile(r"\bsleep\([^)]")
 MACHINE_PATHS = re.compile("|".join(["/wor" + r"k/(main|team|shared)", r"\.\./shar" + "ed", "/roo" + "t/"]))
 """Places of the machines on which this was written."""
 
@@ -115,6 +116,16 @@ def timed_asserts(path: Path) -> Iterator[str]:
                 )
 
 
+def sleeps(path: Path) -> Iterator[str]:
+    """Sleeping in a test: a machine may take longer, and a quicker one waits for nothing."""
+    text = text_of(path)
+    if path.suffix != ".py" or "tests" not in path.parts or "support" in path.parts or text is None:
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if SLEEPS.search(line):
+            yield f"{number}: {line.strip()}"
+
+
 def _is_timed(value: ast.AST, timed: set[str]) -> bool:
     """Tell whether an expression reads a clock, or a name that holds such a reading."""
     for node in ast.walk(value):
@@ -148,6 +159,7 @@ RULES: dict[str, Callable[[Path], Iterator[str]]] = {
     "wide_prose": wide_prose,
     "machine_paths": machine_paths,
     "timed_asserts": timed_asserts,
+    "sleeps": sleeps,
 }
 
 
@@ -185,6 +197,21 @@ def test_a_bound_on_time_is_seen(tmp_path: Path, condition: str, is_refused: boo
     file.parent.mkdir()
     file.write_text(TIMED.format(condition))
     assert bool(list(timed_asserts(file))) == is_refused
+
+
+NAP = "time.sle" + "ep(0.1)"
+
+
+def test_a_sleep_is_seen_but_in_what_tests_share(tmp_path: Path) -> None:
+    for name, found in (
+        ("tests/test_it.py", [f"1: {NAP}"]),
+        ("tests/support/it.py", []),
+        ("it.py", []),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{NAP}\n")
+        assert list(sleeps(path)) == found
 
 
 def test_what_is_seen_in_prose_and_docstrings(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from k3.checkpoint.odd_experts import ExpertWatch, odd_experts_note
 from k3.model.keys import ExpertKey, ExpertLayout, ExpertPart
+from tests.support.arrays import Array
 
 LAYOUT = ExpertLayout(
     "model.layers.1.block_sparse_moe.experts",
@@ -21,11 +22,11 @@ LAYOUT = ExpertLayout(
 )
 
 
-def payload() -> np.ndarray:
+def payload() -> Array:
     return np.full(1088, 120, np.uint8)
 
 
-def problems(data: np.ndarray, cuts: list[int]) -> tuple[str, ...]:
+def problems(data: Array, cuts: list[int]) -> tuple[str, ...]:
     watch = ExpertWatch(LAYOUT)
     places = [0, *sorted(cuts), len(data)]
     for start, stop in pairwise(places):

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from click.testing import CliRunner
 from k3.repack.cli import main
 from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import SMALL, WIDE, check_container, command, repacked, tree
+from tests.support.waiting import wait_until, wait_until_taken
 
 PROGRAM = str(Path(sys.executable).with_name("k3-repack"))
 
@@ -236,13 +236,6 @@ def started(*arguments: object, code: str | None = None, **options: Any) -> subp
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -258,7 +251,7 @@ def test_a_signal_leaves_a_run_that_can_go_on(
 ) -> None:  # fmt: skip
     out = tmp_path / "out"
     process = started(snapshot, out, "--bwlimit", "200K", *(["--json"] if as_json else []), preexec_fn=preexec)
-    wait_for(lambda: (out / "dense.safetensors.partial").exists())
+    wait_until(lambda: (out / "dense.safetensors.partial").exists())
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=20)
     assert process.returncode == 130, stderr
@@ -273,16 +266,17 @@ def test_a_signal_leaves_a_run_that_can_go_on(
     assert tree(out) == undisturbed
 
 
-SLOW = """
-import os, sys, time
+WAITING = """
+import os, sys
 from k3.base import direct_io
 from k3.repack import cli, write
 write.COMMIT_BYTES = 100_000
-pwritev = os.pwritev
-def slow(fd, buffers, offset):
-    time.sleep(0.1)
+pwritev, begun, go = os.pwritev, int(sys.argv.pop()), int(sys.argv.pop())
+def waiting(fd, buffers, offset):
+    os.write(begun, b"w")
+    os.read(go, 1)  # nothing, once the test has closed the other end
     return pwritev(fd, buffers, offset)
-direct_io.WriteFile.__init__.__kwdefaults__["pwritev"] = slow
+direct_io.WriteFile.__init__.__kwdefaults__["pwritev"] = waiting
 sys.argv[0] = "k3-repack"
 cli.main()
 """
@@ -292,12 +286,17 @@ cli.main()
 def test_a_signal_ends_a_run_whose_writes_are_waiting(tiny_snapshot: Path, tmp_path: Path, times: int) -> None:
     """The first one lets what is on its way arrive, the second calls it off; then nothing may wait for it."""
     out = tmp_path / "out"
-    process = started(tiny_snapshot, out, code=SLOW)
-    wait_for(lambda: (out / "dense.safetensors.partial").exists())
+    (go, let_go), (seen, begun) = os.pipe(), os.pipe()
+    process = started(tiny_snapshot, out, go, begun, code=WAITING, pass_fds=(go, begun))
+    os.close(go)
+    os.close(begun)
+    assert os.read(seen, 1) == b"w"
     for _ in range(times):
-        time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+        wait_until_taken(process.pid, signal.SIGINT)
+    os.close(let_go)
+    _, stderr = process.communicate(timeout=60)
+    os.close(seen)
     assert process.returncode == 130, stderr
     repacked(tiny_snapshot, out, "--verify-full")
 
@@ -315,7 +314,7 @@ def test_a_plan_that_is_interrupted_wrote_nothing(snapshot: Path, tmp_path: Path
 def test_two_runs_at_the_same_time(snapshot: Path, tmp_path: Path, undisturbed: dict[str, str]) -> None:
     out = tmp_path / "out"
     first = started(snapshot, out, "--bwlimit", "400K")
-    wait_for(lambda: (out / "dense.safetensors.partial").exists())
+    wait_until(lambda: (out / "dense.safetensors.partial").exists())
     second = program(snapshot, out)
     assert second.returncode == 8
     assert "another k3-repack is working in this directory" in second.stderr

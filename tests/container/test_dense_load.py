@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from k3.container.dense_load import DenseLoad
 from k3.container.reader import Container
 from tests.support.containers import DENSE, Built, build_container, flip
 from tests.support.faults import DriveFaults, Fault
+from tests.support.waiting import wait_until
 
 NAMES = [name for name, *_ in DENSE]
 
@@ -193,7 +193,7 @@ def test_the_end_is_told_once_before_the_last_tensor(container: Container, late:
     if late:
         load.take(NAMES[-1])
     else:
-        time.sleep(0.01)
+        wait_until(lambda: ends)
     load.close()
     assert ends == [False]
     load.close()

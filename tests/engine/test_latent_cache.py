@@ -18,6 +18,7 @@ from k3.engine.forward.state import MlaState, State
 from k3.engine.run.session import Session
 from k3.kernels import reference
 from k3.model.architecture import LatentType
+from tests.support.arrays import Array
 from tests.support.engines import all_logits, golden, loaded, rel_l2, snapshot
 
 NARROW: tuple[LatentType, ...] = ("bf16", "f16")
@@ -25,7 +26,7 @@ UNIT = {"bf16": 2.0**-8, "f16": 2.0**-11}
 IDS = golden("tiny_s1")["input_ids"]
 
 
-def widened(held: np.ndarray) -> np.ndarray:
+def widened(held: Array) -> Array:
     return held.astype(np.float32) if held.dtype == np.float16 else reference.widen_bf16(held)
 
 

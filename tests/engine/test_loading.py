@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -73,26 +72,31 @@ class Permuted:
         self._there: dict[str, EncodedTensor] = {}
         self.taken: list[str] = []
         self.waits = 0
-        self._thread = threading.Thread(target=self._arrive)
+        self._waiting = 0
+        self._thread = threading.Thread(target=self._arrive, daemon=True)
         self._thread.start()
 
     def _arrive(self) -> None:
         for name in self._order:
-            time.sleep(0.0005)
             tensor = self._source.read_tensor(name)
             with self._arrived:
+                self._arrived.wait_for(lambda: self._waiting > 0)  # nothing comes before it is waited for
                 self._there[name] = tensor
                 self._arrived.notify_all()
 
     def take(self, name: str) -> EncodedTensor:
         with self._arrived:
             self.waits += name not in self._there
+            self._waiting += 1
+            self._arrived.notify_all()
             self._arrived.wait_for(lambda: name in self._there)
+            self._waiting -= 1
         self.taken.append(name)
         return self._there.pop(name)
 
     def join(self) -> None:
-        self._thread.join()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
 
 
 @pytest.mark.parametrize("seed", range(3))

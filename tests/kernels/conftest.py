@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from k3 import kernels
-from tests.support.everyway import Arrays, Everyway, SameBits
+from tests.support.arrays import Arrays, Everyway, SameBits
 
 
 def _arrays(result: object) -> Arrays:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
-from tests.support.everyway import Everyway, SameBits
+from tests.support.arrays import Array, Everyway, SameBits
 
 MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
@@ -93,7 +93,7 @@ def test_int8_and_int4_equal_the_definition(
 
 @settings(deadline=None)
 @given(w=hnp.arrays(np.float32, (3, 131), elements=st.floats(-1e6, 1e6, width=32)))
-def test_quantized_weights_are_half_a_step_away_at_most(w: np.ndarray) -> None:
+def test_quantized_weights_are_half_a_step_away_at_most(w: Array) -> None:
     q, scales = kernels.quantize_int8(w)
     slack = 1 + 1e-6
     assert (np.abs(kernels.dequantize_int8(q, scales) - w) <= scales[:, None] * (0.5 * slack + 127e-6)).all()

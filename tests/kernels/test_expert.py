@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import ExpertMatrix, ReservedScaleError, reference
-from tests.support.everyway import Everyway, SameBits
+from tests.support.arrays import Array, Everyway, SameBits
 
 PARTS = ("w1", "w2", "w3")
 
@@ -21,9 +21,9 @@ class Expert:
     """A random expert [hidden, inner, out] laid out at odd offsets, w1 w2 w3 with gaps between."""
 
     def __init__(self, inputs: int, inner: int, outputs: int, rng: np.random.Generator, low: int = 112) -> None:
-        chunks: list[np.ndarray] = [np.full(3, 0xEE, np.uint8)]
+        chunks: list[Array] = [np.full(3, 0xEE, np.uint8)]
         self.matrices: dict[str, ExpertMatrix] = {}
-        self.arrays: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.arrays: dict[str, tuple[Array, Array]] = {}
         shapes = ((inner, inputs), (outputs, inner), (inner, inputs))
         for name, (rows, columns) in zip(PARTS, shapes, strict=True):
             packed = rng.integers(0, 256, (rows, columns // 2), np.uint8)
@@ -35,11 +35,11 @@ class Expert:
         self.payload = np.concatenate(chunks)
         self.payload.flags.writeable = False
 
-    def forward(self, z: np.ndarray, exact: bool, beta: float = 4.0, linear_beta: float = 25.0) -> np.ndarray:
+    def forward(self, z: Array, exact: bool, beta: float = 4.0, linear_beta: float = 25.0) -> Array:
         w1, w2, w3 = self.matrices.values()
         return kernels.expert_forward(z, self.payload, w1, w2, w3, beta=beta, linear_beta=linear_beta, exact=exact)
 
-    def define(self, z: np.ndarray, exact: bool, beta: float = 4.0, linear_beta: float = 25.0) -> np.ndarray:
+    def define(self, z: Array, exact: bool, beta: float = 4.0, linear_beta: float = 25.0) -> Array:
         w1, w2, w3 = self.arrays.values()
         return reference.expert_forward(z, w1, w2, w3, beta=beta, linear_beta=linear_beta, exact=exact)
 
@@ -204,7 +204,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @settings(deadline=None)
 @given(z=hnp.arrays(np.float32, (2, 64), elements=st.sampled_from([0.0, 1.0, np.inf, np.nan])))
-def test_activations_that_are_not_finite(z: np.ndarray) -> None:
+def test_activations_that_are_not_finite(z: Array) -> None:
     expert = Expert(64, 32, 8, np.random.default_rng(7))
     bad = np.argwhere(~np.isfinite(z))
     if not len(bad):

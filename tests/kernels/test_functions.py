@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
-from tests.support.everyway import Everyway, SameBits
+from tests.support.arrays import Array, Everyway, SameBits
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
 
@@ -29,7 +29,7 @@ EXACT: dict[str, Callable[[Doubles], Doubles]] = {
 SMALLEST_NORMAL = 2.0**-126
 
 
-def inputs() -> np.ndarray:
+def inputs() -> Array:
     """A million points: dense where the functions bend, sparse everywhere, both sides of each branch."""
     rng = np.random.default_rng(0)
     edge = np.float32(0.625)
@@ -60,7 +60,7 @@ def test_error_bound(name: str) -> None:
 @settings(deadline=None)
 @given(x=hnp.arrays(np.float32, st.integers(0, 70), elements=st.floats(width=32)))
 def test_equal_to_the_definition_however_it_runs(
-    everyway: Everyway, same_bits: SameBits, name: str, x: np.ndarray
+    everyway: Everyway, same_bits: SameBits, name: str, x: Array
 ) -> None:
     (y,) = everyway(lambda: getattr(kernels, name)(x))
     same_bits(y, getattr(reference, name)(x))
@@ -72,7 +72,7 @@ def test_equal_to_the_definition_however_it_runs(
     betas=st.tuples(st.floats(0.5, 30, width=32), st.floats(0.5, 30, width=32)),
 )
 def test_situ_equals_its_definition(
-    everyway: Everyway, same_bits: SameBits, pair: np.ndarray, betas: tuple[float, float]
+    everyway: Everyway, same_bits: SameBits, pair: Array, betas: tuple[float, float]
 ) -> None:
     (y,) = everyway(lambda: kernels.situ(pair[0], pair[1], *betas))
     same_bits(y, reference.situ(pair[0], pair[1], *betas))

@@ -14,26 +14,22 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
-from tests.support.everyway import Everyway, SameBits
+from tests.support.arrays import Array, Everyway, SameBits
 
 SEEDS = st.integers(0, 2**32)
 
 
-def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def normal(rng: np.random.Generator, *shape: int) -> Array:
     return rng.standard_normal(shape, np.float32)
 
 
-def kda_heads(
-    rows: Sequence[np.ndarray], windows: np.ndarray, memory: np.ndarray, vectors: kernels.KdaVectors
-) -> np.ndarray:
+def kda_heads(rows: Sequence[Array], windows: Array, memory: Array, vectors: kernels.KdaVectors) -> Array:
     """Call the kernel with its six inputs from `rows`."""
     q, k, v, f, b, g = rows
     return kernels.kda_heads(q, k, v, f, b, g, windows, memory, vectors)
 
 
-def latent_attention(
-    queries: Sequence[np.ndarray], caches: Sequence[np.ndarray], scale: float = 0.2
-) -> np.ndarray:
+def latent_attention(queries: Sequence[Array], caches: Sequence[Array], scale: float = 0.2) -> Array:
     """Call the kernel with queries and caches each as latent and rotary part."""
     (q_latent, q_rope), (latent, rope) = queries, caches
     return kernels.latent_attention(q_latent, q_rope, latent, rope, scale)
@@ -41,7 +37,7 @@ def latent_attention(
 
 def kda_layer(
     rng: np.random.Generator, tokens: int, heads: int, dim: int, taps: int
-) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, kernels.KdaVectors]:
+) -> tuple[list[Array], Array, Array, kernels.KdaVectors]:
     """Return inputs, window, memory and vectors of a call."""
     width = heads * dim
     rows = [normal(rng, tokens, width) for _ in range(4)] + [
@@ -72,8 +68,8 @@ def test_kda_heads(
 ) -> None:
     rows, windows, memory, vectors = kda_layer(np.random.default_rng(seed), *sizes, taps)
 
-    def in_parts(*ends: int) -> Callable[[], tuple[np.ndarray, ...]]:
-        def call() -> tuple[np.ndarray, ...]:
+    def in_parts(*ends: int) -> Callable[[], tuple[Array, ...]]:
+        def call() -> tuple[Array, ...]:
             states = windows.copy(), memory.copy()
             parts = [
                 kda_heads([row[begin:end] for row in rows], *states, vectors)
@@ -127,7 +123,7 @@ def test_kda_heads_is_the_layer_of_the_paper(sizes: tuple[int, int, int], taps: 
 CACHES = ("float32", "bfloat16", "float16")
 
 
-def cached(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def cached(values: Array, kind: str) -> tuple[Array, Array]:
     """Values as a cache of this kind holds them, and what they are then as float32."""
     if kind == "bfloat16":
         patterns = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -200,7 +196,7 @@ def test_every_bfloat16_and_float16_is_read_as_what_it_is(everyway: Everyway, sa
             assert np.isnan(kernels.latent_attention(zeros[:, :, :1], zeros[:, :, :1], one, one, 1.0)).all()
 
 
-def matrix(encoding: str, w: np.ndarray) -> tuple[SimpleNamespace, np.ndarray]:
+def matrix(encoding: str, w: Array) -> tuple[SimpleNamespace, Array]:
     data, scales, dense = w, None, w
     if encoding == "raw":
         data = (w.view(np.uint32) >> 16).astype(np.uint16)

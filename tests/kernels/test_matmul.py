@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
-from tests.support.everyway import Everyway, SameBits
+from tests.support.arrays import Everyway, SameBits
 
 ENCODINGS = ("bf16", "f16", "f32", "int8", "int4")
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 300), st.integers(1, 40))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
-from tests.support.everyway import Everyway, SameBits
+from tests.support.arrays import Array, Everyway, SameBits
 
-Quantize = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+Quantize = Callable[[Array], tuple[Array, Array]]
 
 BF16_MAX = 0x7F7F
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 150))
@@ -28,11 +28,11 @@ PATTERNS = st.one_of(
 )
 
 
-def bf16_matrices() -> st.SearchStrategy[np.ndarray]:
+def bf16_matrices() -> st.SearchStrategy[Array]:
     return SHAPES.flatmap(lambda shape: hnp.arrays(np.uint16, shape, elements=PATTERNS, fill=st.just(0)))
 
 
-def f16_matrices() -> st.SearchStrategy[np.ndarray]:
+def f16_matrices() -> st.SearchStrategy[Array]:
     """All finite float16, subnormal and largest ones often."""
     edges = st.sampled_from([0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF, 0x3C00])
     patterns = st.one_of(edges, st.integers(0, 0xFFFF).filter(lambda p: p & 0x7C00 != 0x7C00))
@@ -40,16 +40,16 @@ def f16_matrices() -> st.SearchStrategy[np.ndarray]:
     return halves.map(lambda w: w.view(np.float16))
 
 
-def float_matrices() -> st.SearchStrategy[np.ndarray]:
+def float_matrices() -> st.SearchStrategy[Array]:
     values = st.floats(width=32, allow_nan=False, allow_infinity=False)
     return SHAPES.flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=values))
 
 
-def tie_matrices() -> st.SearchStrategy[np.ndarray]:
+def tie_matrices() -> st.SearchStrategy[Array]:
     """Rows whose scale is a power of two and whose values are odd multiples of half of it: every one a tie."""
     odd = st.integers(-120, 119).map(lambda n: n + 0.5)
 
-    def build(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
+    def build(shape: tuple[int, int]) -> st.SearchStrategy[Array]:
         return st.tuples(hnp.arrays(np.float32, shape, elements=odd), st.integers(-60, 60)).map(
             lambda pair: np.ldexp(_with_limits(pair[0]), pair[1]).astype(np.float32)
         )
@@ -57,7 +57,7 @@ def tie_matrices() -> st.SearchStrategy[np.ndarray]:
     return SHAPES.flatmap(build)
 
 
-def _with_limits(w: np.ndarray) -> np.ndarray:
+def _with_limits(w: Array) -> Array:
     w = w.copy()
     w[:, 0] = 127.0  # int8: scale is the power of two itself
     return w
@@ -69,7 +69,7 @@ def _with_limits(w: np.ndarray) -> np.ndarray:
 @example(w=np.full((1, 65), BF16_MAX, np.uint16))
 @example(w=np.full((3, 63), 0x8000, np.uint16))
 @example(w=np.full((1, 129), 1, np.uint16))
-def test_int8_and_int4_equal_the_definition(everyway: Everyway, same_bits: SameBits, w: np.ndarray) -> None:
+def test_int8_and_int4_equal_the_definition(everyway: Everyway, same_bits: SameBits, w: Array) -> None:
     q, scales = everyway(lambda: kernels.quantize_int8(w))
     for have, want in zip((q, scales), reference.quantize_int8(w), strict=True):
         same_bits(have, want)
@@ -175,7 +175,7 @@ def test_the_first_value_that_is_not_finite_is_named(
     stored = (w.view(np.uint32) >> 16).astype(np.uint16) if kind == "bfloat16" else w.astype(kind)
     for quantize in (kernels.quantize_int8, kernels.quantize_int4):
 
-        def place(quantize: Quantize = quantize) -> np.ndarray:
+        def place(quantize: Quantize = quantize) -> Array:
             with pytest.raises(kernels.NonFiniteError) as caught:
                 quantize(stored)
             np.testing.assert_equal(caught.value.value, float(w[row, column]))

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.kernels import reference
-from tests.support.everyway import Everyway, SameBits
+from tests.support.arrays import Array, Everyway, SameBits
 
 SEEDS = st.integers(0, 2**32)
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 150))
 
 
-def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def normal(rng: np.random.Generator, *shape: int) -> Array:
     return rng.standard_normal(shape, np.float32)
 
 

@@ -24,6 +24,7 @@ import pytest
 
 from k3 import kernels
 from k3.kernels import ExpertMatrix, NonFiniteError, ReservedScaleError, _kernels, reference
+from tests.support.arrays import Array
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitize"
@@ -79,7 +80,7 @@ class Recorder:
         self._file.write((" ".join(map(str, words)) + "\n").encode())
 
 
-def _arrays(arguments: Any) -> list[np.ndarray]:
+def _arrays(arguments: Any) -> list[Array]:
     found = []
     for item in arguments:
         if isinstance(item, np.ndarray):
@@ -98,15 +99,15 @@ def returned(result: Any) -> str:
     return ",".join(str(part) for part in result if not isinstance(part, float))
 
 
-def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def normal(rng: np.random.Generator, *shape: int) -> Array:
     return rng.standard_normal(shape, np.float32)
 
 
-def bf16(w: np.ndarray) -> np.ndarray:
+def bf16(w: Array) -> Array:
     return (w.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def encoded(encoding: str, w: np.ndarray) -> SimpleNamespace:
+def encoded(encoding: str, w: Array) -> SimpleNamespace:
     data, scales = w, None
     if encoding == "raw":
         data = bf16(w)
@@ -195,7 +196,7 @@ def forward(
             scale[-1] = 255
         begin = sum(map(len, payload))
         parts.append(ExpertMatrix(begin, begin + len(packed), height, width))
-        payload += [packed, scale.astype(np.uint8)]
+        payload += [packed.ravel(), scale.astype(np.uint8).ravel()]
     z = normal(rng, rows, inputs)
     if value is not None:
         z[-1, -1] = value

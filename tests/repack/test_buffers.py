@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
 import pytest
 
 from k3.base import page_buffers
 from k3.base.direct_io import Bytes
 from k3.repack import buffers
+from tests.support.waiting import let_others_run, wait_until, wait_until_standing
 
 
 def test_threads_that_take_at_once_get_buffers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_threads_that_take_at_once_get_buffers_of_their_own(monkeypatch: pytest.
     make = page_buffers.huge_buffer
 
     def slowly(nbytes: int) -> Bytes:
-        time.sleep(0.005)  # time for every other thread to look
+        let_others_run()  # time for every other thread to look
         return make(nbytes)
 
     monkeypatch.setattr(buffers, "huge_buffer", slowly)
@@ -34,7 +34,8 @@ def test_threads_that_take_at_once_get_buffers_of_their_own(monkeypatch: pytest.
         thread.start()
     held = [taken.get(timeout=20) for _ in range(4)]
     assert len({buffer.ctypes.data for buffer in held}) == len(pool.made) == 4
-    time.sleep(0.05)
+    wait_until(lambda: sum(thread.is_alive() for thread in threads) == 2)
+    wait_until_standing(*(thread for thread in threads if thread.is_alive()))
     assert taken.empty()
     for buffer in held[:2]:
         pool.give(buffer)

@@ -12,7 +12,8 @@ import pytest
 
 from k3.model.keys import ExpertKey
 from tests.support.containers import Built, build_container, flip
-from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
+from tests.support.daemons import Inside, daemon_inside, daemon_outside
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 

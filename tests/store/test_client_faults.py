@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,10 @@ from k3.store.local.file_source import FileSource
 from k3.store.protocol.native import FaultKind, NativeRing
 from k3.store.source import BudgetError, ExpertSource
 from tests.support.containers import Built, build_container, flip
-from tests.support.daemons import Inside, daemon_inside, daemon_outside, start, wait_until
+from tests.support.daemons import Inside, daemon_inside, daemon_outside, start
 from tests.support.faults import STALL_MS, FaultySource
 from tests.support.source_suite import Opened, SourceSuite, run_threads
+from tests.support.waiting import wait_until, wait_until_standing
 
 
 @pytest.fixture
@@ -306,12 +306,16 @@ def test_close_wakes_a_thread_that_waits(built: Built, daemon: Inside) -> None:
     source = DaemonSource(daemon.socket)
     stream = source.lease(1, [0])
 
+    waiting: list[threading.Thread] = []
+
     def wait() -> None:
+        waiting.append(threading.current_thread())
         with pytest.raises(ValueError, match="closed"):
             next(stream)
 
     def close() -> None:
-        time.sleep(0.1)  # the other is most likely waiting by now
+        wait_until(lambda: waiting)
+        wait_until_standing(*waiting)
         source.close()
         assert daemon.server.stats()["reading"] == 1  # the drive still does not answer
         daemon.server.clear_faults()
@@ -353,9 +357,9 @@ KILLED = """
     from k3.store.client.daemon_source import DaemonSource
     dice = random.Random(int(sys.argv[2]))
     source = DaemonSource(Path(sys.argv[1]))
-    print("on", flush=True)
     held = []
     while True:
+        print("on", flush=True)
         for lease in source.lease(dice.choice((1, 2)), dice.sample(range(5), dice.randint(1, 4))):
             held.append(lease)
             if len(held) > 5:
@@ -372,8 +376,8 @@ def test_clients_killed_at_any_instant_leave_nothing(built: Built, daemon: Insid
             [sys.executable, "-c", code, str(daemon.socket), str(seed)], stdout=subprocess.PIPE, text=True
         )
         assert victim.stdout is not None
-        assert victim.stdout.readline() == "on\n"
-        time.sleep(dice.random() * 0.02)
+        for _ in range(dice.randint(1, 30)):
+            assert victim.stdout.readline() == "on\n"
         victim.kill()
         victim.wait()
         victim.stdout.close()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from k3.store.daemon.closer import Closer, Next, can_bring_descriptors, look, refuse_descriptors
-from tests.support.daemons import wait_until
 from tests.support.lingering import lingering
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -28,17 +27,9 @@ from k3.store.daemon.model_service import ServeSettings, Service
 from k3.store.protocol import wire
 from k3.store.protocol.peer import SPARE_CONNECTIONS
 from tests.support.containers import Built, build_container
-from tests.support.daemons import (
-    Inside,
-    answers,
-    daemon_inside,
-    daemon_outside,
-    messages,
-    serve_command,
-    start,
-    wait_until,
-)
+from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages, serve_command, start
 from tests.support.faults import STALL_MS
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +235,13 @@ def test_an_invalid_ring_ends_only_its_own_client(daemon: Inside, built: Built) 
 
 
 HOLDER = """
-    import sys, time
+    import signal, sys
     from pathlib import Path
     from k3.store.client.daemon_source import DaemonSource
     source = DaemonSource(Path(sys.argv[1]), name="holder")
     held = list(source.lease(1, range(5))) + [next(source.lease(2, [0, 1, 2]))]
     print("holding", flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 
@@ -487,14 +478,6 @@ STRANGER = """
     except DaemonError as error:
         print(error.problem)
 """
-
-
-@pytest.fixture
-def open_place() -> Iterator[Path]:
-    """A directory that any user may enter; pytest's own may lie below one that only this user may."""
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory).chmod(0o755)
-        yield Path(directory)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="being somebody else takes root")

@@ -19,7 +19,8 @@ import pytest
 from k3.model.keys import ExpertKey
 from k3.store.client.daemon_source import DaemonSource
 from tests.support.containers import Built, build_container
-from tests.support.daemons import daemon_inside, start, wait_until
+from tests.support.daemons import daemon_inside, start
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 

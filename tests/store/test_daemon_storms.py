@@ -32,7 +32,8 @@ from k3.store.protocol.native import FaultKind
 from k3.store.protocol.ring_layout import REQUEST, REQUEST_TAIL_AT, REQUESTS_AT
 from k3.store.source import BudgetError
 from tests.support.containers import Built, build_container
-from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
+from tests.support.daemons import Inside, daemon_inside, daemon_outside
+from tests.support.waiting import let_others_run, wait_until
 
 LAYERS = (1, 2)
 EXPERTS = 24
@@ -340,6 +341,6 @@ def scribble(path: Path, dice: random.Random, counts: Counter[str]) -> None:
                     ring[REQUEST_TAIL_AT : REQUEST_TAIL_AT + 4] = (tail % 2**32).to_bytes(4, "little")
                     os.eventfd_write(descriptors[4], 1)
                     if dice.random() < 0.1:
-                        time.sleep(0.001)
+                        let_others_run()
         finally:
             wire.close_all(descriptors)

@@ -26,9 +26,10 @@ from k3.store.protocol import wire
 from k3.store.protocol.peer import Peer
 from k3.store.protocol.socket_file import ClaimedSocket, claim
 from tests.support.containers import Built, build_container
-from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages, wait_until
+from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages
 from tests.support.faults import STALL_MS
 from tests.support.lingering import lingering
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

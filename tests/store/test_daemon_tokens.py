@@ -13,9 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from k3.engine.cli import main
-from tests.support.daemons import daemon_outside, wait_until
+from tests.support.daemons import daemon_outside
 from tests.support.engines import VECTORS
 from tests.support.repacked import command
+from tests.support.waiting import wait_until
 
 IDS = "1,2,3,4,5,6,7"
 

@@ -8,7 +8,6 @@ import logging
 import random
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.support.faults import DriveFaults, Fault, FaultySource
 from tests.support.file_takes import EXPERTS, right, take
 from tests.support.model_views import Scattered, Undigested
 from tests.support.source_suite import Opened, SourceSuite, run_threads
+from tests.support.waiting import let_others_run, wait_until
 
 SLOTS = 10
 """What the suite needs: two whole layers at once."""
@@ -395,17 +395,23 @@ def test_a_thread_that_waits_is_woken_by_close(model: Container) -> None:
     faults = DriveFaults([Fault("stall", times=100)])
     source = FileSource(model, opener=faults.open, threads=1)
 
+    woken = threading.Event()
+
     def wait() -> None:
         with pytest.raises(ValueError, match="closed"):
             for _ in source.lease(1, range(EXPERTS)):
                 pass
+        woken.set()
 
     def close() -> None:
-        time.sleep(0.1)
-        threading.Timer(0.1, faults.resume).start()
+        wait_until(lambda: faults.struck)
         source.close()
 
-    run_threads(wait, close)
+    def resume() -> None:
+        assert woken.wait(60), "the drive was waited for"
+        faults.resume()
+
+    run_threads(wait, close, resume)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +455,7 @@ def test_a_long_random_life(built: Built, model: Container) -> None:
             for lease in itertools.islice(stream, dice.randint(0, len(asked))):
                 assert lease.payload.tobytes() == built.payloads[ExpertKey(layer, lease.expert)]
                 if dice.random() < 0.3:
-                    time.sleep(0.001)
+                    let_others_run()
                     assert lease.payload.tobytes() == built.payloads[ExpertKey(layer, lease.expert)]
                 lease.release()
             if dice.random() < 0.5:

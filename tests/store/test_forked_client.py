@@ -14,8 +14,9 @@ from k3.model.keys import ExpertKey
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.protocol.ring_layout import Op
 from tests.support.containers import Built, build_container
-from tests.support.daemons import Inside, daemon_inside, wait_until
+from tests.support.daemons import Inside, daemon_inside
 from tests.support.native_rig import client_of, make_world, serving
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

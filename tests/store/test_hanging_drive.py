@@ -13,7 +13,8 @@ from k3.store.daemon import model_service
 from k3.store.daemon.metrics import StatusCollector
 from k3.store.daemon.status_text import ps_lines, status_lines
 from tests.support.containers import build_container
-from tests.support.daemons import daemon_inside, wait_until
+from tests.support.daemons import daemon_inside
+from tests.support.waiting import wait_until
 
 
 def test_a_drive_that_hangs_is_told_of(

@@ -22,8 +22,9 @@ from k3.store.client.socket_link import connect
 from k3.store.daemon import log_output
 from k3.store.daemon.log_output import JsonFormatter, LogOutput, PeerLog, PlainFormatter
 from tests.support.containers import Built, build_container
-from tests.support.daemons import answers, daemon_outside, messages, serve_command, wait_until
+from tests.support.daemons import answers, daemon_outside, messages, serve_command
 from tests.support.mounts import small_tmpfs
+from tests.support.waiting import wait_until
 
 LOG = logging.getLogger("k3.store.test_log_output")
 

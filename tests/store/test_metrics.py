@@ -19,7 +19,8 @@ from k3.store.daemon import metrics_server
 from k3.store.daemon.metrics_server import CONNECTIONS_MAX, REQUEST_BYTES_MAX, MetricsPlace, MetricsServer
 from k3.store.protocol.peer import Peer
 from tests.support.containers import Built, build_container
-from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
+from tests.support.daemons import Inside, daemon_inside, daemon_outside
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ import pytest
 from k3.store.protocol.native import FaultKind, NativeServer, Verify
 from k3.store.protocol.ring_layout import Op, Source, Status
 from tests.support.faults import STALL_MS
-from tests.support.native_rig import Client, World, client_of, make_world, serving, until
+from tests.support.native_rig import Client, World, client_of, make_world, serving
+from tests.support.waiting import wait_until
 
 IOS = ["threads", "uring"]
 
@@ -297,7 +298,7 @@ def test_random_faults_under_load(tmp_path: Path, io: str, seed: int) -> None:
             thread.join(60)
         assert failures == [], f"seed {seed}"
         assert all(counts.values()), f"seed {seed}: {counts}"
-        until(lambda: server.stats()["reading"] == 0)
+        wait_until(lambda: server.stats()["reading"] == 0)
         stats = server.stats()
         assert (stats["slots"]["held"], stats["slots"]["filling"]) == (0, 0), f"seed {seed}"
         assert stats["slots"]["free"] + stats["slots"]["cached"] == 12

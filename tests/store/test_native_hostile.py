@@ -32,7 +32,8 @@ from k3.store.protocol.native import (
     seal_future_write,
 )
 from k3.store.protocol.ring_layout import Op, Status
-from tests.support.native_rig import RECORD, Client, World, client_of, make_world, serving, until
+from tests.support.native_rig import RECORD, Client, World, client_of, make_world, serving
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def raw(server: NativeServer) -> Iterator[Raw]:
 def test_a_sound_request_written_by_hand_is_granted(raw: Raw, world: World) -> None:
     raw.put(layout.REQUEST.pack(7, Op.LEASE, 0, 3, 0, 0))
     raw.ring()
-    until(lambda: raw.word(layout.COMPLETION_TAIL_AT) == 1)
+    wait_until(lambda: raw.word(layout.COMPLETION_TAIL_AT) == 1)
     at = layout.completions_at(layout.DEFAULT_ENTRIES)
     fields = layout.COMPLETION.unpack(raw.memory[at : at + layout.COMPLETION.size])
     assert fields[:6] == (7, Op.LEASE, Status.OK, layout.Source.READ, 0, 3)
@@ -126,7 +127,7 @@ def test_an_entry_that_makes_no_sense_ends_the_client(
         assert server.violations() == []
         assert not select.select([server.events_fd], [], [], 0)[0]
         assert raw.closed
-        until(lambda: server.stats()["slots"]["held"] == 1)  # its lease is gone, the other's is not
+        wait_until(lambda: server.stats()["slots"]["held"] == 1)  # its lease is gone, the other's is not
         other.check(held[0])
         last = raw.word(layout.COMPLETION_TAIL_AT) - 1
         at = layout.completions_at(layout.DEFAULT_ENTRIES) + last * layout.COMPLETION.size
@@ -137,7 +138,7 @@ def test_an_entry_that_makes_no_sense_ends_the_client(
 def test_a_tail_out_of_bounds_ends_the_client(server: NativeServer, raw: Raw, tail: int) -> None:
     raw.set_word(layout.REQUEST_TAIL_AT, tail)
     raw.shout()
-    until(lambda: raw.closed)
+    wait_until(lambda: raw.closed)
     assert server.violations() == [raw.grant.client]
     assert raw.word(layout.REQUEST_HEAD_AT) == 0  # nothing was taken
     assert raw.word(layout.COMPLETION_TAIL_AT) == 0
@@ -148,7 +149,7 @@ def test_a_completion_head_out_of_bounds_ends_the_client(server: NativeServer, r
     raw.set_word(layout.COMPLETION_HEAD_AT, head)
     raw.put(layout.REQUEST.pack(1, Op.LEASE, 9, 9, 0, 0))
     raw.ring()
-    until(lambda: raw.closed)
+    wait_until(lambda: raw.closed)
     assert server.violations() == [raw.grant.client]
     assert raw.word(layout.REQUEST_HEAD_AT) == 0
 
@@ -159,7 +160,7 @@ def test_words_of_the_daemon_mean_nothing_to_it(raw: Raw) -> None:
         raw.memory[at : at + 8] = b"\xff" * 8
     raw.put(layout.REQUEST.pack(1, Op.LEASE, 9, 9, 0, 0))
     raw.ring()
-    until(lambda: raw.word(layout.COMPLETION_TAIL_AT) == 1)
+    wait_until(lambda: raw.word(layout.COMPLETION_TAIL_AT) == 1)
     assert raw.word(layout.REQUEST_HEAD_AT) == 1
     assert not raw.closed
 
@@ -209,7 +210,7 @@ def test_random_bytes_in_rings_while_others_work(server: NativeServer, world: Wo
     thread.join(10)
     assert failures == [], f"seed {seed}"
     assert offenders, f"seed {seed}: nobody was caught"
-    until(lambda: server.stats()["reading"] == 0)
+    wait_until(lambda: server.stats()["reading"] == 0)
     stats = server.stats()
     assert (stats["slots"]["held"], stats["slots"]["filling"], stats["pinned"]) == (0, 0, 0), f"seed {seed}"
     assert stats["clients"] == []
@@ -227,7 +228,7 @@ def test_a_client_that_makes_its_doorbells_block_stops_nobody(server: NativeServ
                 hostile.put(layout.REQUEST.pack(1, Op.LEASE, 9, 9, 0, 0))
             hostile.set_word(layout.REQUEST_TAIL_AT, hostile.tail)
             other.give_back(other.lease(0, [0]))  # wakes the daemon, which sees the tail too
-            until(lambda: hostile.word(layout.REQUEST_HEAD_AT) == hostile.tail)
+            wait_until(lambda: hostile.word(layout.REQUEST_HEAD_AT) == hostile.tail)
             hostile.set_word(layout.COMPLETION_HEAD_AT, hostile.tail)
     assert server.violations() == []
     hostile.close()

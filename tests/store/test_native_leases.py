@@ -22,7 +22,8 @@ from k3.store.protocol.native import (
 from k3.store.protocol.ring_layout import Op, Source, Status
 from k3.store.source import Lease, Payload
 from tests.support.faults import STALL_MS
-from tests.support.native_rig import Client, World, client_of, make_world, serving, until
+from tests.support.native_rig import Client, World, client_of, make_world, serving
+from tests.support.waiting import wait_until
 
 SHAPES = {
     "one root": {},
@@ -80,7 +81,7 @@ def test_single_flight_over_four_clients(tmp_path: Path) -> None:
         clients = [Client(server, world, f"client {n}") for n in range(4)]
         for client in clients:
             client.ask(0, [0])
-        until(lambda: server.stats()["cache"]["joined"] == 3)
+        wait_until(lambda: server.stats()["cache"]["joined"] == 3)
         server.clear_faults()
         answers = [client.take(1)[0] for client in clients]
         for client, answer in zip(clients, answers, strict=True):
@@ -155,12 +156,12 @@ def test_stale_releases_are_ignored_and_counted(server: NativeServer, world: Wor
         (lease,) = client.lease(0, [0])
         (held,) = other.lease(0, [0])
         client.ring.release([lease.slot, lease.slot], [lease.generation + 1, lease.generation - 1])
-        until(lambda: server.stats()["stale_releases"] == 2)
+        wait_until(lambda: server.stats()["stale_releases"] == 2)
         assert server.stats()["clients"][0]["leases"] == 1
         client.give_back([lease])
         client.give_back([lease])  # a second time: it is the other's now
         client.ring.release([15], [0])
-        until(lambda: server.stats()["stale_releases"] == 4)
+        wait_until(lambda: server.stats()["stale_releases"] == 4)
         assert server.stats()["slots"]["held"] == 1
         other.check(held)
         assert server.violations() == []
@@ -186,14 +187,14 @@ def test_a_removed_client_frees_what_it_held_awaited_and_pinned(tmp_path: Path) 
         client.take(1)
         server.inject("stall", times=1, argument=STALL_MS)
         client.ask(0, [3, 4])
-        until(lambda: (root := server.stats()["roots"][0])["in_flight"] == 1 and root["queued"] == 1)
+        wait_until(lambda: (root := server.stats()["roots"][0])["in_flight"] == 1 and root["queued"] == 1)
         client.close()
         server.remove_client(client.grant.client)  # a second time
         stats = server.stats()
         assert (stats["slots"]["held"], stats["pinned"], stats["clients"]) == (0, 0, [])
         assert stats["reading"] == 1  # what has begun is read to its end, the other never begins
         server.clear_faults()
-        until(lambda: server.stats()["slots"]["filling"] == 0)
+        wait_until(lambda: server.stats()["slots"]["filling"] == 0)
         assert server.stats()["roots"][0]["reads"] == 4
         with client_of(server, world) as another:
             assert another.lease(0, [3])[0].source == Source.ARENA
@@ -205,11 +206,11 @@ def test_slots_of_abandoned_reads_are_waited_for_not_refused(tmp_path: Path) -> 
         server.inject("stall", times=2, argument=STALL_MS)
         client = Client(server, world)
         client.ask(0, [0, 1])
-        until(lambda: server.stats()["roots"][0]["in_flight"] == 2)
+        wait_until(lambda: server.stats()["roots"][0]["in_flight"] == 2)
         client.close()
         with client_of(server, world) as another:  # every slot is still being filled for nobody
             another.ask(0, [2, 3])
-            until(lambda: server.stats()["waiting_for_slot"] == 2)
+            wait_until(lambda: server.stats()["waiting_for_slot"] == 2)
             server.clear_faults()
             for answer in another.take(2):
                 another.check(answer)
@@ -229,18 +230,18 @@ def test_pins_stay_and_have_a_limit(tmp_path: Path) -> None:
             client.give_back(client.lease(0, [expert]))
         assert all(client.lease(0, [e])[0].source == Source.ARENA for e in range(4))
         client.ring.submit(1, Op.UNPIN, 0, list(range(9)))
-        until(lambda: server.stats()["pinned"] == 0)
+        wait_until(lambda: server.stats()["pinned"] == 0)
 
 
 def test_the_control_side_pins_and_warms(tmp_path: Path) -> None:
     world = make_world(tmp_path, layers=2, experts=10)
     with serving(world, slots=16, max_clients=1, quota=4) as server, client_of(server, world) as client:
         assert server.warm(0, list(range(5))) == 5
-        until(lambda: server.stats()["warming"] == 0 and server.stats()["slots"]["filling"] == 0)
+        wait_until(lambda: server.stats()["warming"] == 0 and server.stats()["slots"]["filling"] == 0)
         assert server.warm(0, list(range(5))) == 0
         assert server.stats()["slots"]["cached"] == 5
         assert server.pin(1, list(range(10))) == 9
-        until(lambda: server.stats()["slots"]["held"] == 9)
+        wait_until(lambda: server.stats()["slots"]["held"] == 9)
         assert client.lease(0, [0])[0].source == Source.ARENA
         assert server.unpin(1, list(range(10))) == 9
         with pytest.raises(ValueError, match="no such expert"):
@@ -251,7 +252,7 @@ def test_prefetched_experts_are_hits(tmp_path: Path) -> None:
     world = make_world(tmp_path, layers=2, experts=8)
     with serving(world, slots=20, max_clients=1, quota=4) as server, client_of(server, world) as client:
         client.ask(0, [0, 1, 2], op=Op.PREFETCH)
-        until(lambda: server.stats()["cache"]["prefetched"] == 3)
+        wait_until(lambda: server.stats()["cache"]["prefetched"] == 3)
         assert all(lease.source == Source.ARENA for lease in client.lease(0, [0, 1, 2]))
         stats = server.stats()["cache"]
         assert (stats["prefetch_hits"], stats["hits"], stats["misses"]) == (3, 3, 0)
@@ -264,16 +265,16 @@ def test_prefetches_keep_to_their_share(tmp_path: Path) -> None:
         client.ask(0, list(range(10)), op=Op.PREFETCH, tag=1)  # the share is 4
         refused = client.take(6)
         assert {answer.status for answer in refused} == {Status.BUSY}
-        until(lambda: server.stats()["cache"]["prefetched"] == 4)
+        wait_until(lambda: server.stats()["cache"]["prefetched"] == 4)
         client.ask(1, list(range(4)), op=Op.PREFETCH, tag=2)  # what was not used gives way to the next one
-        until(lambda: server.stats()["cache"]["prefetched"] == 8)
+        wait_until(lambda: server.stats()["cache"]["prefetched"] == 8)
         assert server.stats()["cache"]["prefetch_wasted"] == 4
         assert server.stats()["slots"]["cached"] == 4
 
 
 def prefetched(server: NativeServer, count: int) -> None:
     """Wait until so many prefetches have landed, in all."""
-    until(lambda: server.stats()["cache"]["prefetched"] == count)
+    wait_until(lambda: server.stats()["cache"]["prefetched"] == count)
 
 
 def in_arena(client: Client, layer: int, experts: Sequence[int]) -> list[int]:
@@ -371,15 +372,15 @@ def test_demand_goes_before_prefetch_and_takes_it_over(tmp_path: Path) -> None:
     ):
         server.inject("stall", argument=STALL_MS)
         client.ask(0, list(range(8)), op=Op.PREFETCH)
-        until(lambda: server.stats()["reading"] == 8)
+        wait_until(lambda: server.stats()["reading"] == 8)
         client.ask(1, [5], tag=2)
         client.ask(0, [7], tag=2)  # the last of the prefetches
-        until(lambda: server.stats()["cache"]["joined"] == 1)
+        wait_until(lambda: server.stats()["cache"]["joined"] == 1)
         for read in range(1, 4):  # what was being read, then what is waited for
-            until(lambda: server.stats()["faults"] == read)  # noqa: B023
+            wait_until(lambda: server.stats()["faults"] == read)  # noqa: B023
             server.resume_stalls()
         assert {(answer.layer, answer.expert) for answer in client.take(2)} == {(1, 5), (0, 7)}
-        until(lambda: server.stats()["cache"]["prefetched"] == 1)  # by the other drive, maybe a moment later
+        wait_until(lambda: server.stats()["cache"]["prefetched"] == 1)  # by the other drive, maybe a moment later
         assert server.stats()["cache"]["joined"] == 1
 
 
@@ -391,12 +392,12 @@ def test_cancelled_prefetches_say_so(tmp_path: Path) -> None:
     ):
         server.inject("stall", times=1, argument=STALL_MS)
         client.ask(0, list(range(20)), op=Op.PREFETCH, tag=7)
-        until(lambda: server.stats()["roots"][0]["in_flight"] == 1)
+        wait_until(lambda: server.stats()["roots"][0]["in_flight"] == 1)
         client.ask(0, [0], op=Op.CANCEL, tag=7)
         cancelled = client.take(19)
         assert {(answer.op, answer.status) for answer in cancelled} == {(Op.PREFETCH, Status.CANCELLED)}
         server.clear_faults()
-        until(lambda: server.stats()["slots"]["cached"] == 1)
+        wait_until(lambda: server.stats()["slots"]["cached"] == 1)
         assert server.stats()["roots"][0]["reads"] == 1
 
 
@@ -405,7 +406,7 @@ def test_a_client_that_does_not_read_its_answers_waits_alone(tmp_path: Path) -> 
     with serving(world, entries=8, quota=2, slots=8, max_clients=2) as server:  # noqa: SIM117
         with client_of(server, world) as lazy, client_of(server, world) as brisk:
             assert lazy.ring.submit(1, Op.LEASE, 9, [0] * 8) == 8
-            until(lambda: lazy.ring.submit(1, Op.LEASE, 9, [0]) == 1)  # taken as far as there is room for answers
+            wait_until(lambda: lazy.ring.submit(1, Op.LEASE, 9, [0]) == 1)  # taken, as far as there is room
             brisk.give_back(brisk.lease(0, [0, 1]))
             for _ in range(9):
                 assert lazy.take(1)[0].status == Status.NO_SUCH_EXPERT
@@ -417,7 +418,7 @@ def test_draining_ends_what_is_under_way_and_grants_nothing_new(server: NativeSe
     with client_of(server, world) as client:
         server.inject("stall", times=1, argument=STALL_MS)
         client.ask(0, [0])
-        until(lambda: server.stats()["reading"] == 1)
+        wait_until(lambda: server.stats()["reading"] == 1)
         assert not server.drain(0.001)
         server.clear_faults()
         assert server.drain(30)
@@ -500,9 +501,9 @@ def test_a_pin_under_way_ends_with_its_client_whoever_else_waits(tmp_path: Path)
         server.inject("stall", argument=STALL_MS)
         with client_of(server, world) as client:
             client.ask(0, [1], op=Op.PIN)
-            until(lambda: server.stats()["pinned"] == 1)
+            wait_until(lambda: server.stats()["pinned"] == 1)
             other.ask(0, [1])
-            until(lambda: server.stats()["cache"]["joined"] == 1)
+            wait_until(lambda: server.stats()["cache"]["joined"] == 1)
         assert server.stats()["pinned"] == 0
         server.clear_faults()
         other.take(1)
@@ -517,7 +518,7 @@ def test_an_unpin_calls_off_a_pin_that_is_under_way(tmp_path: Path) -> None:
     ):
         server.inject("stall", argument=STALL_MS)
         client.ask(0, [1], op=Op.PIN, tag=7)
-        until(lambda: server.stats()["pinned"] == 1)
+        wait_until(lambda: server.stats()["pinned"] == 1)
         other.ask(0, [1])
         client.ask(0, [1], op=Op.UNPIN)
         (answer,) = client.take(1)
@@ -570,7 +571,7 @@ def test_completions_in_runs_say_the_same_as_one_by_one(tmp_path: Path) -> None:
                 assert back.pop() == ("request", "session", slot, generation)
                 assert client.ring.release([slot], [generation]) == 1
         assert back == []
-        until(lambda: server.stats()["clients"][0]["leases"] == 0)
+        wait_until(lambda: server.stats()["clients"][0]["leases"] == 0)
         assert server.stats()["stale_releases"] == 0
 
 

@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from k3.store.protocol.native import ClientGrant, NativeServer
-from tests.support.native_rig import World, client_of, make_world, serving, until
+from tests.support.native_rig import World, client_of, make_world, serving
+from tests.support.waiting import wait_until
 
 CLIENT = textwrap.dedent("""
     import random, socket, sys
@@ -110,8 +110,8 @@ def test_four_clients_read_no_more_than_one(world: World, digests: Path) -> None
     assert read_bytes[4] == read_bytes[1]
 
 
-def has_leased(server: NativeServer, client: int) -> bool:
-    return any(entry["id"] == client and entry["granted"] > 0 for entry in server.stats()["clients"])
+def has_leased(server: NativeServer, client: int, experts: int) -> bool:
+    return any(entry["id"] == client and entry["granted"] >= experts for entry in server.stats()["clients"])
 
 
 def test_clients_killed_at_any_moment_leave_nothing_behind(world: World, digests: Path) -> None:
@@ -121,8 +121,7 @@ def test_clients_killed_at_any_moment_leave_nothing_behind(world: World, digests
         children = [Process(server, world, digests, 10**9, number) for number in range(3)]
         for number in range(12):
             victim = children[number % 3]
-            until(partial(has_leased, server, victim.grant.client), 30)
-            time.sleep(dice.random() * 0.02)
+            wait_until(partial(has_leased, server, victim.grant.client, dice.randint(1, 100)))
             victim.child.send_signal(signal.SIGKILL)
             assert victim.link.recv(1) == b""  # how the daemon learns of it
             server.remove_client(victim.grant.client)
@@ -133,8 +132,8 @@ def test_clients_killed_at_any_moment_leave_nothing_behind(world: World, digests
             survivor.give_back(survivor.lease(number % 3, [number % 12, (number + 5) % 12]))
             if number < 9:
                 children[number % 3] = Process(server, world, digests, 10**9, number + 3)
-        until(lambda: server.stats()["reading"] == 0)
-        until(lambda: server.stats()["slots"]["held"] == 0)
+        wait_until(lambda: server.stats()["reading"] == 0)
+        wait_until(lambda: server.stats()["slots"]["held"] == 0)
         assert server.violations() == [], f"seed {seed}"
         assert len(server.stats()["clients"]) == 1
 

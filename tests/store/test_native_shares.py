@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from k3.store.protocol.native import NativeServer
 from k3.store.protocol.ring_layout import Op, Source, Status
-from tests.support.native_rig import Client, World, client_of, make_world, serving, until
+from tests.support.native_rig import Client, World, client_of, make_world, serving
+from tests.support.waiting import wait_until
 
 DEPTH = 2
 HANGS_MS = 60_000  # until clear_faults
@@ -39,7 +41,7 @@ def requests_of(server: NativeServer, client: Client) -> int:
 
 def handled(server: NativeServer, client: Client, requests: int) -> None:
     """Wait until the server has taken this many requests of a client."""
-    until(lambda: requests_of(server, client) == requests)
+    wait_until(lambda: requests_of(server, client) == requests)
 
 
 def test_pinning_and_unpinning_reads_next_to_nothing(server: NativeServer, world: World) -> None:
@@ -57,10 +59,10 @@ def test_pinning_and_unpinning_reads_next_to_nothing(server: NativeServer, world
             assert stats["pinned"] == stats["unwanted"], "what cannot be called off counts against its pinner"
         assert sum(root["queued"] for root in server.stats()["roots"]) == 0
         victim.ask(1, [99])
-        until(lambda: sum(root["queued"] for root in server.stats()["roots"]) == ROOTS)
+        wait_until(lambda: sum(root["queued"] for root in server.stats()["roots"]) == ROOTS)
         server.clear_faults()
         victim.check(victim.take(1)[0])
-        until(lambda: server.stats()["pinned"] == server.stats()["reading"] == 0)
+        wait_until(lambda: server.stats()["pinned"] == server.stats()["reading"] == 0)
         reads = sum(root["reads"] for root in server.stats()["roots"])
         assert reads <= DEPTH * ROOTS + ROOTS
         answers = client.take(300)
@@ -74,7 +76,7 @@ def test_a_pin_called_off_in_its_own_batch_never_begins(server: NativeServer, wo
             for op, expert in batch:
                 client.ring.submit(1, op, 0, [expert])
         client.take(200)
-        until(lambda: server.stats()["reading"] == server.stats()["waiting_for_slot"] == 0)
+        wait_until(lambda: server.stats()["reading"] == server.stats()["waiting_for_slot"] == 0)
         stats = server.stats()
         assert (stats["pinned"], stats["slots"]["held"]) == (0, 0)
 
@@ -88,9 +90,9 @@ def test_what_is_asked_for_is_read_before_pins(world: World) -> None:
     ):
         server.inject("stall", argument=HANGS_MS)
         pins.ask(0, range(50), op=Op.PIN)
-        until(lambda: all(root["queued"] == 49 for root in server.stats()["roots"]))
+        wait_until(lambda: all(root["queued"] == 49 for root in server.stats()["roots"]))
         asks.ask(1, [7])
-        until(lambda: all(root["queued"] == 50 for root in server.stats()["roots"]))
+        wait_until(lambda: all(root["queued"] == 50 for root in server.stats()["roots"]))
         server.clear_faults()
         server.inject("stall", argument=5)
         asks.check(asks.take(1)[0])
@@ -104,7 +106,7 @@ def test_a_lease_takes_a_queued_pin_along(server: NativeServer, world: World) ->
     server.inject("stall", argument=HANGS_MS)
     with client_of(server, world) as pins, client_of(server, world) as asks:
         pins.ask(0, range(40), op=Op.PIN)
-        until(lambda: server.stats()["reading"] == 40)
+        wait_until(lambda: server.stats()["reading"] == 40)
         asks.ask(0, [39])
         handled(server, asks, 1)
         unpin(pins, 0, [39])  # nor does calling the pin off take the read away
@@ -124,11 +126,11 @@ def test_an_expert_called_off_half_way_is_read_anew_for_the_next_one(world: Worl
     ):
         server.inject("stall", argument=HANGS_MS, file=0)
         pins.ask(0, [1], op=Op.PIN)
-        until(lambda: [root["reads"] for root in server.stats()["roots"]] == [0, 1])
+        wait_until(lambda: [root["reads"] for root in server.stats()["roots"]] == [0, 1])
         unpin(pins, 0, [1])
         handled(server, pins, 2)
         pins.ask(0, [2], op=Op.PIN)  # its half on root 0 is queued behind, the other half is read
-        until(lambda: [root["reads"] for root in server.stats()["roots"]] == [0, 2])
+        wait_until(lambda: [root["reads"] for root in server.stats()["roots"]] == [0, 2])
         unpin(pins, 0, [2])
         handled(server, pins, 4)
         asks.ask(0, [1, 2])
@@ -136,7 +138,7 @@ def test_an_expert_called_off_half_way_is_read_anew_for_the_next_one(world: Worl
         server.clear_faults()
         for answer in asks.take(2):
             asks.check(answer)
-        until(lambda: server.stats()["reading"] == 0)
+        wait_until(lambda: server.stats()["reading"] == 0)
         assert server.stats()["pinned"] == 0
 
 
@@ -167,9 +169,9 @@ def test_reads_for_nobody_are_bounded_whatever_is_asked(world: World, seed: int)
                 if random.random() < 0.2:
                     other.close()
                     other = Client(server, world)
-                until(lambda: server.stats()["unwanted"] <= depth * ROOTS)
+                wait_until(lambda: server.stats()["unwanted"] <= depth * ROOTS)
                 pin_slots = server.stats()["pin_slots"]
-                until(lambda: server.stats()["pinned"] <= pin_slots + depth * ROOTS)  # noqa: B023
+                wait_until(lambda: server.stats()["pinned"] <= pin_slots + depth * ROOTS)  # noqa: B023
                 honest.ask(int(random.integers(2)), random.choice(100, 3, replace=False).tolist())
                 server.clear_faults()
                 for answer in honest.take(3):
@@ -180,7 +182,11 @@ def test_reads_for_nobody_are_bounded_whatever_is_asked(world: World, seed: int)
                         if answer.op == Op.LEASE and answer.status == Status.OK:
                             other.give_back([answer])
             other.close()
-            until(lambda: busy(server) == (0, 0, 0, 0))  # what was given back may not have been handled yet
+            wait_until(lambda: busy(server) == (0, 0, 0, 0))  # what was given back may not have been handled yet
+
+
+def has_prefetched(server: NativeServer, experts: int) -> bool:
+    return bool(server.stats()["cache"]["prefetched"] == experts)
 
 
 def test_used_prefetches_leave_nothing_behind(tmp_path: Path) -> None:
@@ -190,9 +196,9 @@ def test_used_prefetches_leave_nothing_behind(tmp_path: Path) -> None:
             experts = [(4 * turn + n) % 64 for n in range(4)]
             before = server.stats()["cache"]["prefetched"]
             client.ask(0, experts, op=Op.PREFETCH, tag=turn)
-            until(lambda before=before: server.stats()["cache"]["prefetched"] == before + 4)
+            wait_until(partial(has_prefetched, server, before + 4))
             client.give_back(client.lease(0, experts))
-            until(lambda: server.stats()["slots"]["held"] == 0)
+            wait_until(lambda: server.stats()["slots"]["held"] == 0)
             assert server.stats()["unused_prefetches"] == 0
         assert server.stats()["cache"]["prefetch_hits"] == 160
 
@@ -206,7 +212,7 @@ def test_freeing_a_client_looks_at_each_of_its_reads_once(tmp_path: Path) -> Non
         stays.ask(0, range(400), op=Op.PIN)
         goes = Client(server, world)
         goes.ask(1, range(300), op=Op.PIN)
-        until(lambda: server.stats()["reading"] == 700)
+        wait_until(lambda: server.stats()["reading"] == 700)
         before = server.stats()["call_off_steps"]
         goes.close()
         stats = server.stats()
@@ -243,7 +249,7 @@ def test_a_read_that_hangs_is_told_of(world: World) -> None:
         assert [root["oldest_read_ns"] for root in server.stats()["roots"]] == [0, 0]
         server.inject("stall", argument=HANGS_MS, file=1)
         client.ask(0, [1])
-        until(lambda: server.stats()["roots"][1]["oldest_read_ns"] > 20_000_000)
+        wait_until(lambda: server.stats()["roots"][1]["oldest_read_ns"] > 20_000_000)
         assert server.stats()["roots"][0]["oldest_read_ns"] == 0
         server.clear_faults()
         client.take(1)

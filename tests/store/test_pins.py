@@ -16,8 +16,9 @@ from k3.store.client.daemon_source import DaemonSource
 from k3.store.local.file_source import FileSource
 from k3.store.source import BudgetError
 from tests.support.containers import Built, build_container
-from tests.support.daemons import Inside, daemon_inside, daemon_outside, wait_until
+from tests.support.daemons import Inside, daemon_inside, daemon_outside
 from tests.support.faults import STALL_MS
+from tests.support.waiting import wait_until
 
 FEW = ("--quota", "2", "--max-clients", "2")
 SLOTS = 14  # 4 are promised to the two clients, 2 are for prefetches: 8 may be pinned

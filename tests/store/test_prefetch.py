@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from k3.store.local.flights import Flight, FlightQueue, Job
 from tests.support.containers import Built, build_container, flip
 from tests.support.faults import DriveFaults, Fault
 from tests.support.source_suite import run_threads
+from tests.support.waiting import wait_until
 
 EXPERTS = 5
 
@@ -40,13 +40,6 @@ def take(source: FileSource, built: Built, layer: int, experts: list[int]) -> No
     for lease in source.lease(layer, experts):
         with lease:
             assert lease.payload.tobytes() == built.payloads[ExpertKey(layer, lease.expert)]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.001)
 
 
 def hold_everything(source: FileSource, layer: int, count: int) -> None:

@@ -29,13 +29,14 @@ from k3.store.routing.route_trace import (
     TracedLayer,
     write_route_trace,
 )
+from tests.support.arrays import Array
 from tests.support.engines import VECTORS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "route_trace.md"
 HEADER = RouteHeader("example", 2, (TracedLayer(1, 4, 9792), TracedLayer(2, 4, 9792)))
 
 
-def u16(*numbers: int) -> np.ndarray:
+def u16(*numbers: int) -> Array:
     return np.array(numbers, np.uint16)
 
 
@@ -319,9 +320,7 @@ def test_nothing_is_there_before_it_is_published(tmp_path: Path) -> None:
         (1, np.array([1]), np.array([65536])),
     ],
 )
-def test_what_the_format_cannot_say_is_not_written(
-    tmp_path: Path, layer: int, counts: np.ndarray, ids: np.ndarray
-) -> None:
+def test_what_the_format_cannot_say_is_not_written(tmp_path: Path, layer: int, counts: Array, ids: Array) -> None:
     with RouteTraceWriter(tmp_path / "trace", HEADER) as writer, pytest.raises(ValueError):  # noqa: PT011
         writer.add(layer, counts, ids)
 
@@ -410,7 +409,7 @@ def test_k3_run_keeps_whole_passes_when_interrupted_and_nothing_when_it_fails(
 ) -> None:
     plain_call, calls = LatentMoe.__call__, 0
 
-    def failing(self: LatentMoe, x: np.ndarray, on_request: Callable[[Routing], None]) -> np.ndarray:
+    def failing(self: LatentMoe, x: Array, on_request: Callable[[Routing], None]) -> Array:
         nonlocal calls
         calls += 1
         if calls == 3 * 4 + 2:  # in the second of four layers with experts of the fourth pass

@@ -158,18 +158,16 @@ def test_a_lock_file_on_a_full_disk_is_a_lock_all_the_same(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_lock_file_of_another_user_is_called_so(tmp_path: Path) -> None:
-    (tmp_path / "s.lock").touch(0o600)
-    tmp_path.chmod(0o777)
-    for parent in (tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(parent.stat().st_mode | 0o011)
+def test_a_lock_file_of_another_user_is_called_so(open_place: Path) -> None:
+    (open_place / "s.lock").touch(0o600)
+    open_place.chmod(0o777)
     os.seteuid(65534)
     try:
         with pytest.raises(SocketError, match=r"another user's lock file") as raised:
-            claim(tmp_path / "s")
+            claim(open_place / "s")
     finally:
         os.seteuid(0)
-    assert raised.value.path == str(tmp_path / "s.lock")
+    assert raised.value.path == str(open_place / "s.lock")
     assert "Remove it" in (raised.value.advice or "")
 
 
@@ -225,7 +223,7 @@ def test_a_missing_directory_says_what_to_do(tmp_path: Path) -> None:
 
 
 STARTER = """
-    import sys, time
+    import signal, sys
     from pathlib import Path
     from k3.base.errors import SocketError
     from k3.store.protocol.socket_file import claim
@@ -235,7 +233,7 @@ STARTER = """
         claimed = claim(Path(sys.argv[1]))
         claimed.socket.listen()
         print("mine", flush=True)
-        time.sleep(60)
+        signal.pause()
     except SocketError as error:
         print("refused", error, flush=True)
 """

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from k3.store.daemon.model_service import ServeSettings, Service
 from k3.store.daemon.systemd import Notifier, Supervisor
 from k3.store.protocol.native import NativeServer
 from k3.store.protocol.socket_file import claim
+from tests.support.waiting import wait_until
 
 START_S = 60.0
 
@@ -163,12 +163,3 @@ def answers(socket: Path) -> bool:
     except DaemonError:
         return False
     return True
-
-
-def wait_until(holds: Callable[[], Any], seconds: float = 30.0) -> float:
-    """Wait until something holds; how long it took. AssertionError when the time is over."""
-    began_s = time.monotonic()
-    while not holds():
-        assert time.monotonic() - began_s < seconds, "waited in vain"
-        time.sleep(0.002)
-    return time.monotonic() - began_s

@@ -181,11 +181,3 @@ def client_of(server: NativeServer, world: World, name: str = "test") -> Iterato
         yield client
     finally:
         client.close()
-
-
-def until(condition: Any, timeout_s: float = 30.0) -> None:
-    """Wait for something that another thread brings about."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it never came about"
-        time.sleep(0.001)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from k3.repack.run import Watcher, repack
 from k3.verify.cli import main
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.containers import Built, build_container, flip
+from tests.support.waiting import wait_until_taken
 
 
 @pytest.fixture
@@ -380,20 +380,24 @@ def test_scattered_experts_go_through_the_scratch_directory(tmp_path: Path) -> N
 def test_ctrl_c(tmp_path: Path) -> None:
     """The real process and the real signal."""
     built = build_container(tmp_path / "home", experts=200)
-    slow = (
-        "import os, time; from k3.verify import cli, digest_check as b; run = b._Check._check_run\n"
-        "def slowly(self, *a): os.write(1, b'reading\\n'); time.sleep(0.2); run(self, *a)\n"
-        "b._Check._check_run = slowly; b.CHUNK_BYTES = 1 << 15; cli.main()\n"
+    go, let_go = os.pipe()
+    waiting = (
+        "import os, sys; from k3.verify import cli, digest_check as b; run = b._Check._check_run\n"
+        "go = int(sys.argv.pop())\n"
+        "def waiting(self, *a): os.write(1, b'reading\\n'); os.read(go, 1); run(self, *a)\n"
+        "b._Check._check_run = waiting; b.CHUNK_BYTES = 1 << 15; cli.main()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", slow, str(built.home), "--read-data", "all", "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", waiting, str(built.home), "--read-data", "all", "--json", str(go)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[go],
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline().startswith("reading")
-    time.sleep(0.1)
     process.send_signal(signal.SIGINT)
+    wait_until_taken(process.pid, signal.SIGINT)
+    os.close(let_go)
     output, errors = process.communicate(timeout=60)
+    os.close(go)
     assert process.returncode == 130
     assert json.loads(errors.splitlines()[-1])["error"] == "Interrupted"
     assert "Traceback" not in errors

@@ -1,4 +1,4 @@
-"""Types of the fixtures with which kernels are called in every way that they can run."""
+"""Types of arrays, and of the fixtures with which kernels are called in every way that they can run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy.typing as npt
 
-Arrays: TypeAlias = tuple[npt.NDArray[Any], ...]
+Array: TypeAlias = npt.NDArray[Any]
+Arrays: TypeAlias = tuple[Array, ...]
 
 
 class Everyway(Protocol):
