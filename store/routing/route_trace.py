@@ -8,8 +8,10 @@ length. Neither is for more than one thread.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +22,10 @@ import numpy.typing as npt
 import zstandard
 
 from k3.base.direct_io import drive_error
-from k3.base.errors import ExitCode, K3Error, VersionError
+from k3.base.errors import ExitCode, K3Error, UnsupportedError, VersionError
 from k3.base.output_file import OutputFile
+from k3.base.safe_text import is_plain, shown
+from k3.base.strict_json import parse_object
 
 Ids = npt.NDArray[np.uint16]
 
@@ -31,7 +35,9 @@ HEADER_BYTES_MAX = 1 << 20
 PASS_CHOICES_MAX = 1 << 24
 """Tokens of a pass times top_k: 2^20 tokens of the real model."""
 EXPERTS_MAX = 1 << 16
-
+LAYERS_MAX = 1 << 16
+PAYLOAD_BYTES_MAX = 1 << 40
+"""A thousand billion bytes for one expert: sums over any trace stay numbers that can be shown."""
 _PREFIX = struct.Struct("<8sII")  # magic, version, header bytes
 _RECORD = struct.Struct("<IIQ")  # tokens, zero, position; or at the end: zero, passes, tokens of all passes
 _FRAME_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -55,8 +61,13 @@ class TracedLayer:
     payload_bytes: int
 
     def __post_init__(self) -> None:
-        if not (self.layer >= 0 and 1 <= self.experts <= EXPERTS_MAX and self.payload_bytes >= 1):
-            raise ValueError(f"{self} makes no layer")
+        for name, number, least, most in (
+            ("layer", self.layer, 0, LAYERS_MAX - 1),
+            ("experts", self.experts, 1, EXPERTS_MAX),
+            ("payload_bytes", self.payload_bytes, 1, PAYLOAD_BYTES_MAX),
+        ):
+            if not least <= number <= most:
+                raise ValueError(f"{name} {shown(number)} is not from {least} to {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +81,11 @@ class RouteHeader:
     def __post_init__(self) -> None:
         numbers = [entry.layer for entry in self.layers]
         if not numbers or sorted(set(numbers)) != numbers:
-            raise ValueError(f"layers must be some, and ascending, not {numbers}")
+            raise ValueError(f"layers must be some, and ascending, not {shown(numbers)}")
         if not 1 <= self.top_k <= min(entry.experts for entry in self.layers):
-            raise ValueError(f"top_k {self.top_k} does not fit the number of experts")
+            raise ValueError(f"top_k {shown(self.top_k)} does not fit the number of experts")
+        if not is_plain(self.model):
+            raise ValueError(f"model {shown(self.model)} is not a name")
 
     @property
     def counts(self) -> dict[int, int]:
@@ -89,19 +102,20 @@ class RouteHeader:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> RouteHeader:
-        """The header from the file's bytes. ValueError for everything that is not one."""
-        document = json.loads(text)
-        if not isinstance(document, dict) or not isinstance(document.get("layers"), list):
-            raise ValueError("not an object with a list of layers")
-        if not isinstance(document.get("model"), str):
+    def from_document(cls, document: Mapping[str, object]) -> RouteHeader:
+        """The header from its JSON object. ValueError for everything that is not one."""
+        entries = document.get("layers")
+        if not isinstance(entries, list):
+            raise ValueError("it has no list of layers")
+        model = document.get("model")
+        if not isinstance(model, str):
             raise ValueError("model is missing")
         layers = []
-        for entry in document["layers"]:
+        for entry in entries:
             if not isinstance(entry, dict):
                 raise ValueError("an entry of layers is not an object")
             layers.append(TracedLayer(*(_whole(entry, key) for key in ("layer", "experts", "payload_bytes"))))
-        return cls(document["model"], _whole(document, "top_k"), tuple(layers))
+        return cls(model, _whole(document, "top_k"), tuple(layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +228,13 @@ class RouteTraceWriter:
 class RouteTraceReader:
     """Reads a trace: `header` at once, then each pass by iteration, once. A context manager.
 
-    The constructor and the iteration raise RouteTraceError, VersionError or DriveError with the path.
+    The constructor and the iteration raise RouteTraceError, VersionError, UnsupportedError or DriveError with the
+    path.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed in __exit__
-        except OSError as error:
-            raise drive_error("cannot read the routing trace", error, path) from error
+        self._file = _opened(path)
         self._frame = zstandard.ZstdDecompressor().decompressobj()
         self._pending = memoryview(b"")
         try:
@@ -273,9 +285,13 @@ class RouteTraceReader:
             )
         if version != VERSION or header_bytes > HEADER_BYTES_MAX:
             raise self._refusal(f"version {version} with a header of {header_bytes} bytes is not sound")
+        document = parse_object(
+            self._take(header_bytes), what="its header", path=self.path, error=RouteTraceError,
+            advice="Write or copy the trace again",
+        )  # fmt: skip
         try:
-            return RouteHeader.from_json(self._take(header_bytes))
-        except (ValueError, RecursionError) as error:
+            return RouteHeader.from_document(document)
+        except ValueError as error:
             raise self._refusal(f"its header is not sound: {error}") from error
 
     def _read_choice(self, number: int, tokens: int, entry: TracedLayer) -> Choice:
@@ -337,6 +353,24 @@ def write_route_trace(path: Path, header: RouteHeader, passes: Sequence[RoutedPa
         writer.publish()
 
 
+def _opened(path: Path) -> BinaryIO:
+    """A regular file. A pipe would be waited for without end, and nobody could say how it ended."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = os.fdopen(descriptor, "rb")
+        mode = os.fstat(descriptor).st_mode
+    except OSError as error:
+        raise drive_error("cannot read the routing trace", error, path) from error
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise UnsupportedError(
+            "a routing trace is read from a regular file, and this is none",
+            path=path,
+            advice="Write what comes out of it into a file first",
+        )
+    return file
+
+
 def _broken(choice: Choice, top_k: int, entry: TracedLayer) -> str | None:
     """How a choice breaks the format, None when it does not. Its arrays are u16."""
     counts, ids = choice.counts.astype(np.int64), choice.ids.astype(np.int64)
@@ -351,7 +385,7 @@ def _broken(choice: Choice, top_k: int, entry: TracedLayer) -> str | None:
     return None if rises.all() else "a token's experts do not ascend"
 
 
-def _whole(document: dict[str, object], key: str) -> int:
+def _whole(document: Mapping[str, object], key: str) -> int:
     value = document.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{key} is missing or not a whole number")

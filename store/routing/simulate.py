@@ -111,7 +111,8 @@ def _insert(cache: Policy, layer: int, expert: int) -> bool:
 
 
 def _result(requests: Requests, policy: str, cache_slots: int, misses: Numbers) -> Result:
-    payload_bytes = {entry.layer: entry.payload_bytes for entry in requests.header.layers}
-    of_layer = np.array([payload_bytes[layer] for layer in requests.layers.tolist()], np.int64)
     missed = int(misses.sum())
-    return Result(policy, cache_slots, len(requests.experts) - missed, missed, int((misses * of_layer).sum()))
+    read_bytes = sum(  # of Python's numbers, which have no end
+        int(misses[requests.layers == entry.layer].sum()) * entry.payload_bytes for entry in requests.header.layers
+    )
+    return Result(policy, cache_slots, len(requests.experts) - missed, missed, read_bytes)

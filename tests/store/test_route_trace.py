@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.base.errors import DriveError, K3Error, VersionError
+from k3.base.errors import DriveError, K3Error, UnsupportedError, VersionError
 from k3.engine.cli import main
 from k3.engine.forward.moe import LatentMoe, Routing
 from k3.store.routing.route_trace import (
@@ -29,6 +30,8 @@ from k3.store.routing.route_trace import (
     TracedLayer,
     write_route_trace,
 )
+from k3.store.routing.simulate import simulate
+from k3.store.routing.trace_requests import Requests
 from tests.support.arrays import Array
 from tests.support.engines import VECTORS
 
@@ -98,7 +101,9 @@ def traces(draw: st.DrawFn) -> tuple[RouteHeader, list[RoutedPass]]:
     layers = tuple(
         TracedLayer(n, draw(st.integers(3, 65536)), draw(st.integers(1, 1 << 40))) for n in sorted(numbers)
     )
-    header = RouteHeader(draw(st.text(max_size=20)), draw(st.integers(1, 3)), layers)
+    header = RouteHeader(
+        draw(st.text(min_size=1, max_size=20).filter(str.isprintable)), draw(st.integers(1, 3)), layers
+    )
     passes = []
     for _ in range(draw(st.integers(0, 4))):
         tokens = draw(st.integers(1, 5))
@@ -213,11 +218,19 @@ def with_header(path: Path, change: dict[str, object]) -> None:
         {"layers": [{"layer": 1, "experts": 65537, "payload_bytes": 1}]},
         {"layers": [{"layer": -1, "experts": 4, "payload_bytes": 1}]},
         {"layers": [{"layer": 1, "experts": 4, "payload_bytes": 0}]},
+        {"layers": [{"layer": 1, "experts": 4, "payload_bytes": (1 << 40) + 1}]},
+        {"layers": [{"layer": 1 << 16, "experts": 4, "payload_bytes": 1}]},
+        {"layers": [{"layer": 10**400, "experts": 4, "payload_bytes": 1}]},
+        {"layers": [{"layer": 1, "experts": 4, "payload_bytes": 10**400}]},
+        {"top_k": 10**400},
+        {"model": "x" * 100_000},
+        {"model": "\x1b[2J"},
+        {"model": "\ud800"},
     ],
 )
 def test_headers_that_make_no_sense(path: Path, change: dict[str, object]) -> None:
     with_header(path, change)
-    with pytest.raises(RouteTraceError, match="header is not sound"):
+    with pytest.raises(RouteTraceError, match=r"header is not sound|half of a surrogate pair"):
         RouteTraceReader(path)
 
 
@@ -235,8 +248,8 @@ def test_unknown_keys_are_ignored(path: Path) -> None:
         (compressed(b"something else altogether, but compressed"), "not a routing trace"),
         (compressed(struct.pack("<8sII", MAGIC, 0, 2) + b"{}"), "version 0"),
         (compressed(struct.pack("<8sII", MAGIC, 1, 1 << 21) + bytes(1 << 21)), "header of 2097152"),
-        (compressed(struct.pack("<8sII", MAGIC, 1, 3) + b"\xff{}"), "header is not sound"),
-        (compressed(struct.pack("<8sII", MAGIC, 1, 90000) + b"[" * 90000), "header is not sound"),
+        (compressed(struct.pack("<8sII", MAGIC, 1, 3) + b"\xff{}"), "header is not UTF-8"),
+        (compressed(struct.pack("<8sII", MAGIC, 1, 90000) + b"[" * 90000), "header is nested too deeply"),
     ],
 )
 def test_foreign_files(tmp_path: Path, data: bytes, problem: str) -> None:
@@ -282,6 +295,24 @@ def test_a_hostile_frame_is_not_inflated_as_a_whole(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 300 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/zero")
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(UnsupportedError, match="read from a regular file"):
+        RouteTraceReader(path)
+
+
+def test_the_largest_experts_are_added_up_without_end(tmp_path: Path) -> None:
+    header = RouteHeader("m", 1, (TracedLayer(65535, 1 << 16, 1 << 40),))
+    passes = [RoutedPass(0, 1 << 16, (Choice(u16(*[1] * (1 << 16)), np.arange(1 << 16, dtype=np.uint16)),))] * 200
+    result = simulate(Requests.from_passes(header, passes), "belady", 1)
+    assert result.bytes_read == result.misses << 40
+    assert result.bytes_read > 1 << 63
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from k3.base import checksum
 from k3.base.regular_file import RegularFile
@@ -38,6 +39,15 @@ from k3.model.vocabulary import (
 )
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord, read_journal
+from k3.store.routing.route_trace import (
+    Choice,
+    RoutedPass,
+    RouteHeader,
+    TracedLayer,
+    write_route_trace,
+)
+from k3.store.routing.simulate import compulsory
+from k3.store.routing.trace_requests import Requests
 from tests.engine.test_state_file import BINDING, filled, small_config
 from tests.support.containers import build_container
 from tests.support.engines import VECTORS
@@ -45,7 +55,7 @@ from tests.support.mutants import MUTATIONS, mutated, mutated_json
 
 TARGETS = (
     "catalog", "manifest", "manifest with its digest", "root.json", "journal", "config", "tokenizer",
-    "tokenizer config", "generation config", "state", "header",
+    "tokenizer config", "generation config", "state", "header", "route trace", "route trace inside its frame",
 )  # fmt: skip
 """Names of what `make_target` makes."""
 
@@ -71,7 +81,7 @@ def make_target(name: str, place: Path) -> Target:
         "catalog": _catalog, "manifest": _manifest, "manifest with its digest": _sealed_manifest,
         "root.json": _root_file, "journal": _journal, "config": _config, "tokenizer": _tokenizer,
         "tokenizer config": _tokenizer_config, "generation config": _generation_config, "state": _state,
-        "header": _header,
+        "header": _header, "route trace": _route_trace, "route trace inside its frame": _route_trace_inside,
     }  # fmt: skip
     return makers[name](place)
 
@@ -227,3 +237,38 @@ def _header(place: Path) -> Target:
         return len(header).to_bytes(8, "little") + header + data[size:]
 
     return Target(data, read, mutate)
+
+
+def _route_trace(place: Path) -> Target:
+    path = place / "trace"
+    header = RouteHeader("a model", 2, (TracedLayer(1, 40, 9792), TracedLayer(2, 40, 9792)))
+    ids = np.arange(16, dtype=np.uint16)
+    choice = Choice(np.full(8, 2, np.uint16), ids)
+    write_route_trace(path, header, [RoutedPass(position, 8, (choice, choice)) for position in range(0, 80, 8)])
+    data = path.read_bytes()
+
+    def read(found: bytes) -> Any:
+        path.write_bytes(found)
+        requests = Requests.from_trace(path)
+        once = compulsory(requests)
+        return requests.header, requests.passes, requests.tokens, requests.experts.tolist(), once.bytes_read
+
+    right = read(data)
+    return Target(data, read, any_damage(data), lambda found: bool(found == right))
+
+
+def _route_trace_inside(place: Path) -> Target:
+    """Damage that the frame's checksum does not see: it was made before."""
+    target = _route_trace(place)
+    content = zstandard.ZstdDecompressor().decompressobj().decompress(target.sound)
+    size = int.from_bytes(content[12:16], "little")
+
+    def mutate(rng: random.Random) -> bytes:
+        if rng.random() < 0.5:
+            changed = mutated(content, rng.choice(MUTATIONS), rng)
+        else:
+            header = mutated_json(content[16 : 16 + size], rng)
+            changed = content[:12] + len(header).to_bytes(4, "little") + header + content[16 + size :]
+        return zstandard.ZstdCompressor(write_checksum=True).compress(changed)
+
+    return replace(target, mutate=mutate, agrees=lambda found: True)
