@@ -28,7 +28,8 @@ _CODES = (
 )  # fmt: skip
 _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110}
 _EPILOG = cli_support.exit_code_help(_CODES)
-_DIRECTORY = click.Path(path_type=Path)
+_PLACE = click.Path(path_type=Path, readable=False)
+"""A directory or a socket. That it may not be used is no wrong usage, and is told when it is opened."""
 
 
 class _Depths(click.ParamType["tuple[int, ...]"]):
@@ -73,7 +74,7 @@ class _MetricsPlace(click.ParamType["int | Path"]):
 def _socket_option(command: _F) -> _F:
     return click.option(
         "--socket",
-        type=_DIRECTORY,
+        type=_PLACE,
         show_envvar=True,
         envvar="K3_STORE",
         help="The daemon's socket.  [default: k3-store.sock in $XDG_RUNTIME_DIR/k3-store, else in /run/k3-store]",
@@ -83,7 +84,7 @@ def _socket_option(command: _F) -> _F:
 def _places(command: _F) -> _F:
     command = click.option(
         "--container",
-        type=_DIRECTORY,
+        type=_PLACE,
         help="The container's home, if it is not the one with a manifest in --dirs.",
     )(command)
     return directories_option(

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _BITS = click.Choice(["4", "8", "16", "32"])
-_DIRECTORY = click.Path(path_type=Path)
+_PLACE = click.Path(path_type=Path, readable=False)  # that it may not be used is told when it is opened
 
 _WHICH_MODEL = (
-    click.option("--container", type=_DIRECTORY, help="Run from a container made by k3-repack."),
+    click.option("--container", type=_PLACE, help="Run from a container made by k3-repack."),
     directories_option(
         "--dirs", help="With --container: where its roots are.", show_envvar=True, envvar="K3_DIRS"
     ),
     click.option(
         "--snapshot",
-        type=_DIRECTORY,
+        type=_PLACE,
         multiple=True,
         help="Run from a raw snapshot; several times if it lies in several directories.",
     ),
     click.option(
         "--store",
-        type=_DIRECTORY,
+        type=_PLACE,
         show_envvar=True,
         envvar="K3_STORE",
         help="Run on the k3-store daemon that serves on this socket: model and experts come from there.",

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from k3.base.safe_text import counted, visible_text
+from k3.base.safe_text import counted, visible, visible_text
 
 LINES_MAX = 1000
 """Lines that may wait to be written."""
@@ -34,10 +34,14 @@ _log = logging.getLogger("k3.store")
 
 
 class PlainFormatter(logging.Formatter):
-    """A record as lines of text in which nothing has power over a terminal."""
+    """A record as a line of text in which nothing has power over a terminal; a traceback has lines of its own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is Python's
+        """See logging.Formatter."""
+        return visible(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""

@@ -65,7 +65,12 @@ class _Policies(click.ParamType["tuple[str, ...]"]):
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110},
     epilog=cli_support.exit_code_help(_CODES),
 )
-@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Written by k3-run --route-trace.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, readable=False),
+    required=True,
+    help="Written by k3-run --route-trace.",
+)
 @click.option("--cache-gb", type=_Sizes(), default=DEFAULT_CACHE_GB, help="Cache sizes to try.")
 @click.option(
     "--policies",
@@ -74,7 +79,7 @@ class _Policies(click.ParamType["tuple[str, ...]"]):
 )
 @click.option(
     "--pins-from",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, readable=False),
     help="For pin-lru: another trace of the same model; half of the room is pinned to what it used most.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line on stdout.")

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,17 @@ def test_the_formats() -> None:
     record = logging.LogRecord("k3.store", logging.WARNING, "x", 1, "client %s", ("\x1b[2J",), None)
     assert PlainFormatter().format(record).endswith("WARNING client \\x1b[2J")
     assert json.loads(JsonFormatter().format(record))["message"] == "client \x1b[2J"
+    forged = logging.LogRecord(
+        "k3.store", logging.INFO, "x", 1, "on %s", ("/a\n2026-01-01 INFO all is well",), None
+    )
+    assert "\n" not in PlainFormatter().format(forged)
+    try:
+        raise ValueError("a\x1b[2J")
+    except ValueError:
+        failed = logging.LogRecord("k3.store", logging.ERROR, "x", 1, "a fault", (), sys.exc_info())
+    lines = PlainFormatter().format(failed).splitlines()
+    assert lines[0].endswith("ERROR a fault")
+    assert lines[-1] == "ValueError: a\\x1b[2J"
 
 
 def test_what_peers_cause_is_bounded_and_counted(

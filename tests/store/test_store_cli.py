@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,3 +209,14 @@ def test_the_environment_names_socket_and_directories(daemon: Inside, monkeypatc
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(daemon.socket.parent / "nowhere"))
     assert k3_store("status").exit_code == 10
     assert memory_limit().free_bytes > 0
+
+
+def test_a_place_that_may_not_be_read_is_no_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of opening it says what to do about that."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    place = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(place))
+    for command in ("status", "ps", "warm", "bench"):
+        assert k3_store(command, "--socket", place).exit_code == 10
+    assert k3_store("serve", "--container", tmp_path, "--socket", tmp_path / "t").exit_code == 5
