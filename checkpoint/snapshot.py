@@ -187,6 +187,10 @@ class Snapshot:
         """The bytes of a small file, read once and compared with what its downloader recorded; None without it."""
         return self._files.text_bytes(name)
 
+    def small_file(self, path: Path) -> bytes:
+        """The bytes of a small file in one of the directories, as `text_bytes` gives them."""
+        return self._files.small_file(path)
+
     def tensor_names(self) -> Sequence[str]:
         """Dense tensors in execution order, vision and experts excluded."""
         return self._dense

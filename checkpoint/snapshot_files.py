@@ -37,7 +37,7 @@ class SnapshotFiles:
     config: dict[str, Any]
     index: ShardIndex | None
     warnings: list[str] = field(default_factory=list)
-    _texts: dict[str, bytes] = field(default_factory=dict)
+    _texts: dict[Path, bytes] = field(default_factory=dict)
 
     @classmethod
     def find(cls, directories: Sequence[Path]) -> SnapshotFiles:
@@ -61,7 +61,7 @@ class SnapshotFiles:
         index = None
         if index_path is not None:
             index = parse_index(_proven(index_path, INDEX_BYTES_MAX, IndexFileError), index_path)
-        return cls(unique, config_path, config, index, download_notes(unique), {CONFIG_NAME: data})
+        return cls(unique, config_path, config, index, download_notes(unique), {config_path: data})
 
     def indexed_shards(self, index: ShardIndex, needed: Sequence[str]) -> list[Path]:
         """The path of every shard in `needed`, in that order; says in `warnings` what else lies beside them.
@@ -109,12 +109,14 @@ class SnapshotFiles:
         They are read once and then kept, so that everybody is given the same. SourceError for what is no file, too
         large, unfinished, or not the bytes that its downloader recorded.
         """
-        if name not in self._texts:
-            path = self.text_file(name)
-            if path is None:
-                return None
-            self._texts[name] = _proven(path, SMALL_FILE_BYTES_MAX, SourceError)
-        return self._texts[name]
+        path = self.text_file(name)
+        return None if path is None else self.small_file(path)
+
+    def small_file(self, path: Path) -> bytes:
+        """The bytes of a small file of the snapshot, as `text_bytes` gives them."""
+        if path not in self._texts:
+            self._texts[path] = _proven(path, SMALL_FILE_BYTES_MAX, SourceError)
+        return self._texts[path]
 
     def _safetensors(self) -> dict[str, Path]:
         """Every *.safetensors file in the directories, the first of each name."""

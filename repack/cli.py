@@ -24,20 +24,24 @@ from k3.base.cli_support import (
 )  # fmt: skip
 from k3.base.errors import ExitCode
 from k3.base.option_types import SizeType, directories_option, short
+from k3.base.presence import is_there
 from k3.base.safe_text import counted
 from k3.container.layout import VERSION
+from k3.model.kinds import MANIFEST_NAME
 from k3.model.tensor_recipe import MATRIX_ENCODINGS, Recipe
 from k3.repack import interrupts
 from k3.repack.comparison import Cause, Comparison
 from k3.repack.plan import Plan
 from k3.repack.preflight import DriveNeed, check_file_sizes, check_space, drive_needs, estimate
 from k3.repack.request import RepackRequest
+from k3.repack.root_marks import check_marks
 from k3.repack.run import (
     RepackResult,
     Watcher,
     model_notes,
     open_source,
     plan_for,
+    read_small_files,
     repack,
     root_directories,
     verify_full,
@@ -319,13 +323,16 @@ def _verdict(comparison: Comparison) -> str:
 
 def _print_plan(request: RepackRequest, as_json: bool) -> int:
     snapshot = open_source(request)
-    notes = [*snapshot.warnings, *model_notes(request, snapshot)]
+    small_files = read_small_files(request, snapshot)
+    if not is_there(request.home / MANIFEST_NAME):
+        check_marks(request)
+    notes = [*snapshot.warnings, *model_notes(request, snapshot), *small_files.left_behind]
     drives = len(request.drives or (request.home,))
     assumed = request.shares is None and drives > 1 and not request.in_place
     shares = request.root_shares(request.shares or (1,) * drives)
     plan = plan_for(request, snapshot, shares)
     directories = root_directories(request, plan)
-    needs = drive_needs(plan, directories)
+    needs = drive_needs(plan, directories, small_files.total_bytes)
     expected = estimate(plan, needs)
     if as_json:
         emit_json(

@@ -190,8 +190,11 @@ class CompareDestination:
         self._small(home / MANIFEST_NAME, checksum.digest(self._rendered).hex(), self._rendered)
         self._small(home / manifest.catalog.path, manifest.catalog.digest, None)
         for small in manifest.text_files:
-            source = self._plan.snapshot.text_file(small.path)
-            expected = None if source is None else source.read_bytes()
+            expected = self._plan.snapshot.text_bytes(small.path)
+            if expected is None:
+                path = home / small.path
+                self._differ(Unit("small", name=str(path)), "file is not in the source", path, None, None)
+                continue
             self._small(home / small.path, small.digest, expected)
         for located in self._container.roots:
             if located.root.root_file_digest is not None:

@@ -11,16 +11,23 @@ from typing import Any
 from k3.base.errors import NotAContainerError, ResumeError
 from k3.base.presence import is_directory, is_named, is_there
 from k3.checkpoint.snapshot import Snapshot
-from k3.container.layout import EXPERTS_DIRECTORY, JOURNAL_NAME, PARTIAL_SUFFIX, RESERVED_NAMES, ROOT_NAME
+from k3.container.layout import (
+    EXPERTS_DIRECTORY,
+    JOURNAL_NAME,
+    PARTIAL_SUFFIX,
+    RESERVED_NAMES,
+    ROOT_NAME,
+)
 from k3.container.manifest import Manifest
 from k3.container.reader import Container, read_manifest
 from k3.repack.plan import Plan
-from k3.repack.publish import layer_ranges, small_files
+from k3.repack.publish import layer_ranges
 from k3.repack.request import RepackRequest
 from k3.repack.same_source import first_unlike
+from k3.repack.small_files import SmallFiles, check_present
 
 
-def recognise(request: RepackRequest, snapshot: Snapshot) -> Manifest:
+def recognise(request: RepackRequest, snapshot: Snapshot, small_files: SmallFiles) -> Manifest:
     """The finished container in home, if it is the one asked for; ResumeError with the difference otherwise."""
     manifest = read_manifest(request.home)
     recipe = request.recipe
@@ -48,6 +55,9 @@ def recognise(request: RepackRequest, snapshot: Snapshot) -> Manifest:
             there[f"sha256 of {shard.name}"] = published[shard.name]
     if any(asked[key] != there[key] for key in asked):
         raise _other_parameters(request, asked, there)
+    small_files.check_finished(manifest, request.home)
+    if not request.verify_full:  # which compares them, and names all differences
+        check_present(manifest, request.home)
     container = Container.open(request.home, (*request.root_directories()[1:], *snapshot.directories))
     try:
         unlike = first_unlike(container, snapshot)
@@ -83,7 +93,7 @@ def is_in_place(manifest: Manifest) -> bool:
     return any(root.kind == "source" for root in manifest.roots)
 
 
-def refuse_foreign_files(request: RepackRequest, snapshot: Snapshot) -> None:
+def refuse_foreign_files(request: RepackRequest, small_files: SmallFiles) -> None:
     """Files that the run would write over, without a journal: they are somebody else's."""
     if is_there(request.home / JOURNAL_NAME):
         return
@@ -92,7 +102,7 @@ def refuse_foreign_files(request: RepackRequest, snapshot: Snapshot) -> None:
             raise NotAContainerError("the destination is not a directory", path=directory)
         ours = {ROOT_NAME}
         if directory == request.home:
-            ours |= {*RESERVED_NAMES, *(name for name, _ in small_files(snapshot))} - {EXPERTS_DIRECTORY}
+            ours |= {*RESERVED_NAMES, *small_files.names} - {EXPERTS_DIRECTORY}
         there = [name for name in ours | {name + PARTIAL_SUFFIX for name in ours} if is_named(directory / name)]
         experts = directory / EXPERTS_DIRECTORY
         if is_directory(experts):

@@ -17,7 +17,6 @@ from k3.container.layout import PARTIAL_SUFFIX
 from k3.repack.assemble import RESIDENT_EXPERTS
 from k3.repack.plan import Plan
 from k3.repack.probe import read_rate
-from k3.repack.publish import small_files
 from k3.repack.scratch_file import scratch_bytes
 
 _JOURNAL_BYTES_PER_EXPERT = 128
@@ -52,8 +51,11 @@ class Estimate:
     seconds: float | None
 
 
-def drive_needs(plan: Plan, directories: Mapping[int, Path]) -> list[DriveNeed]:
-    """Per file system: bytes to write, bytes there already, bytes free. Writes nothing."""
+def drive_needs(plan: Plan, directories: Mapping[int, Path], small_bytes: int) -> list[DriveNeed]:
+    """Per file system: bytes to write, bytes there already, bytes free. Writes nothing.
+
+    `small_bytes` are those of the small files that home takes.
+    """
     by_device: dict[int, list[int]] = {}
     for number, root in enumerate(plan.roots):
         if root.kind != "source":
@@ -65,7 +67,7 @@ def drive_needs(plan: Plan, directories: Mapping[int, Path]) -> list[DriveNeed]:
         extra = _FIXED_BYTES if 0 in numbers else 0
         if 0 in numbers:
             extra += experts * (_JOURNAL_BYTES_PER_EXPERT + _CATALOG_BYTES_PER_EXPERT)
-            extra += sum(path.stat().st_size for _, path in small_files(plan.snapshot))
+            extra += small_bytes
             extra += scratch_bytes(plan, RESIDENT_EXPERTS)
         free = free_bytes(_existing(directories[numbers[0]]))
         if free is None:

@@ -17,18 +17,16 @@ import numpy as np
 from k3.base import checksum
 from k3.base.direct_io import ReadFile, WriteFile, aligned_buffer, drive_error, sync_directory, sync_file
 from k3.base.errno_advice import Operation
-from k3.base.errors import DriveError, SourceError
+from k3.base.errors import DriveError
 from k3.base.new_file import create_instead
 from k3.base.pages import PAGE_BYTES
 from k3.base.presence import is_there
-from k3.base.regular_file import regular_size
 from k3.checkpoint.snapshot import Snapshot
 from k3.container.catalog import CatalogLayer, CatalogTensor, write_catalog
 from k3.container.catalog_record import CatalogExtent
 from k3.container.layout import (
     PARTIAL_SUFFIX,
     PIECE_RECORD,
-    RESERVED_NAMES,
     ROOT_FORMAT,
     ROOT_NAME,
     VERSION,
@@ -39,9 +37,8 @@ from k3.model.keys import layer_of
 from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan, Span
+from k3.repack.small_files import SmallFiles
 
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", PARTIAL_SUFFIX)
-SMALL_FILE_BYTES_MAX = 64 << 20
 _RECORD_BYTES_MAX = 4096
 """A JSON record of the catalog with the longest name that a header may have."""
 
@@ -80,48 +77,16 @@ def _is_finished(path: Path, size_bytes: int, header: bytes) -> bool:
         return False
 
 
-def small_files(snapshot: Snapshot) -> list[tuple[str, Path]]:
-    """The snapshot's small files that a container takes along: configuration, tokenizer, code, licence.
-
-    SourceError for a link that leads nowhere and for a name that no manifest can hold.
-    """
-    found: dict[str, Path] = {}
-    for path in _other_files(snapshot):
-        if not path.name.isprintable():
-            raise SourceError(
-                f"file name {path.name!a} is not printable text", path=path.parent, advice="Rename it"
-            )
-        if path.name not in RESERVED_NAMES and regular_size(path, SourceError) <= SMALL_FILE_BYTES_MAX:
-            found.setdefault(path.name, path)
-    return sorted(found.items())
-
-
-def left_behind(snapshot: Snapshot) -> list[str]:
-    """What lies in the snapshot beside its shards and is not taken along, with the reason."""
-    reasons = []
-    for path in _other_files(snapshot):
-        if path.name in RESERVED_NAMES:
-            reasons.append(f"{path.name} is not taken along: a container has a file of this name")
-        elif regular_size(path, SourceError) > SMALL_FILE_BYTES_MAX:
-            reasons.append(f"{path.name} is not taken along: it is larger than {SMALL_FILE_BYTES_MAX >> 20} MiB")
-    return reasons
-
-
-def _other_files(snapshot: Snapshot) -> Iterator[Path]:
-    """Files beside the shards that are neither weights nor hidden; folders are somebody else's business."""
-    for directory in snapshot.directories:
-        for path in sorted(directory.iterdir()):
-            weights = path.name.endswith(
-                (".safetensors", ".safetensors.index.json", ".bin", ".gguf", PARTIAL_SUFFIX)
-            )
-            if not weights and not path.name.startswith(".") and not path.is_dir():
-                yield path
-
-
-def publish(plan: Plan, directories: Mapping[int, Path], journal: Journal, probes: Mapping[int, int]) -> Manifest:
+def publish(
+    plan: Plan,
+    directories: Mapping[int, Path],
+    journal: Journal,
+    probes: Mapping[int, int],
+    small_files: SmallFiles,
+) -> Manifest:
     """Write small files, root files, catalog and manifest; the container is complete when this returns."""
     home = directories[0]
-    texts = [_write_small(home / name, path.read_bytes()) for name, path in small_files(plan.snapshot)]
+    texts = [write_small(home / small.name, small.data) for small in small_files.files]
     shards = tuple(
         SourceShard(shard.name, shard.size_bytes, journal.shards[shard.name].sha256)
         for shard in plan.snapshot.shards
@@ -160,7 +125,7 @@ def publish(plan: Plan, directories: Mapping[int, Path], journal: Journal, probe
         skipped=tuple(plan.snapshot.vision),
         unknown=tuple(plan.snapshot.unknown),
     )
-    _write_small(home / MANIFEST_NAME, manifest.render())
+    write_small(home / MANIFEST_NAME, manifest.render())
     return manifest
 
 
@@ -177,7 +142,7 @@ def _write_roots(
                 "format": ROOT_FORMAT, "version": VERSION, "container": container, "root": uuid, "number": number
             }  # fmt: skip
             text = (json.dumps(document, indent=2) + "\n").encode()
-            digest = _write_small(directories[number] / ROOT_NAME, text).digest
+            digest = write_small(directories[number] / ROOT_NAME, text).digest
         path = "." if number == 0 else os.path.relpath(directories[number].resolve(), home.resolve())
         roots.append(Root(uuid, root.kind, path, root.share, probes.get(number), digest))
     return tuple(roots)
@@ -264,7 +229,7 @@ def layer_ranges(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-def _write_small(path: Path, data: bytes) -> SmallFile:
+def write_small(path: Path, data: bytes) -> SmallFile:
     """Write a small file aside, make it durable and give it its name."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:

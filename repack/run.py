@@ -16,14 +16,19 @@ from typing import Any
 from k3.base import checksum
 from k3.base.direct_io import drive_error, sync_directory
 from k3.base.errno_advice import Operation
-from k3.base.errors import DamageError, K3Error, ShardError
+from k3.base.errors import DamageError, K3Error, ResumeError, ShardError
 from k3.base.huge_pages import HugePages, huge_pages
 from k3.base.presence import is_there
 from k3.base.regular_file import RegularFile
 from k3.checkpoint.model_check import check_model
 from k3.checkpoint.odd_experts import odd_experts_note
 from k3.checkpoint.snapshot import Snapshot
-from k3.container.layout import DIGEST_BYTES, EXPERTS_DIRECTORY, JOURNAL_NAME, PARTIAL_SUFFIX
+from k3.container.layout import (
+    DIGEST_BYTES,
+    EXPERTS_DIRECTORY,
+    JOURNAL_NAME,
+    PARTIAL_SUFFIX,
+)
 from k3.container.manifest import Manifest
 from k3.container.reader import Container
 from k3.model.kinds import MANIFEST_NAME
@@ -38,10 +43,12 @@ from k3.repack.lock import RootLocks
 from k3.repack.plan import Plan
 from k3.repack.preflight import check_file_sizes, check_space, drive_needs
 from k3.repack.probe import drive_rate, shares_from_rates
-from k3.repack.publish import finish_data_files, left_behind, publish, remove_journal
+from k3.repack.publish import finish_data_files, publish, remove_journal
 from k3.repack.request import RepackRequest
 from k3.repack.resume_check import Recheck, journalled_bytes, recheck
+from k3.repack.root_marks import check_marks, is_marked, mark_roots, remove_marks, written_roots
 from k3.repack.shard_stream import ShardStreamer
+from k3.repack.small_files import SmallFiles
 from k3.repack.throttle import Throttle
 from k3.repack.write import WriteDestination
 
@@ -88,6 +95,13 @@ def model_notes(request: RepackRequest, snapshot: Snapshot) -> list[str]:
     return check_model(snapshot, request.layers)
 
 
+def read_small_files(request: RepackRequest, snapshot: Snapshot) -> SmallFiles:
+    """Read what the container takes along, once. SourceError or DriveError for what cannot be taken."""
+    small_files = SmallFiles.read(snapshot)
+    small_files.check_names(request.home)
+    return small_files
+
+
 def plan_for(request: RepackRequest, snapshot: Snapshot, shares: tuple[int, ...]) -> Plan:
     """The plan of a request under root shares."""
     return Plan(snapshot, request.recipe, shares, in_place=request.in_place)
@@ -108,18 +122,21 @@ def plan_of_container(snapshot: Snapshot, manifest: Manifest, request: RepackReq
 def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
     """Make (or continue, or recognise) the container that `request` asks for. K3Error for whatever is refused."""
     snapshot = open_source(request)
-    for warning in [*snapshot.warnings, *model_notes(request, snapshot), *left_behind(snapshot)]:
+    small_files = read_small_files(request, snapshot)
+    for warning in [*snapshot.warnings, *model_notes(request, snapshot), *small_files.left_behind]:
         watcher.note(warning)
     if is_there(request.home / MANIFEST_NAME):
-        manifest = recognise(request, snapshot)
-        (request.home / JOURNAL_NAME).unlink(missing_ok=True)  # a kill after the last step but one left it
+        manifest = recognise(request, snapshot, small_files)
+        remove_marks(dict(enumerate(request.root_directories())))  # a kill after the manifest left these
+        (request.home / JOURNAL_NAME).unlink(missing_ok=True)
         return RepackResult(manifest, 0, 0, None, already_complete=True)
-    refuse_foreign_files(request, snapshot)
+    check_marks(request)
+    refuse_foreign_files(request, small_files)
     made: list[Path] = []
     try:
         _make_directories(request, made)
         with RootLocks(request.root_directories()):
-            return _repack_locked(request, snapshot, watcher)
+            return _repack_locked(request, snapshot, small_files, watcher)
     finally:
         # A run that was refused before its journal existed leaves no empty directories behind.
         if not (request.home / JOURNAL_NAME).exists() and not (request.home / MANIFEST_NAME).exists():
@@ -128,24 +145,29 @@ def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
                     directory.rmdir()
 
 
-def _repack_locked(request: RepackRequest, snapshot: Snapshot, watcher: Watcher) -> RepackResult:
+def _repack_locked(
+    request: RepackRequest, snapshot: Snapshot, small_files: SmallFiles, watcher: Watcher
+) -> RepackResult:
     journal_path = request.home / JOURNAL_NAME
     shares, probes = _shares(request, journal_path)
     plan = plan_for(request, snapshot, shares)
     directories = root_directories(request, plan)
     check_file_sizes(plan, directories)
-    check_space(drive_needs(plan, directories))
+    check_space(drive_needs(plan, directories, small_files.total_bytes))
     journal = Journal(journal_path)
     try:
-        continues = journal.begin(_request_record(request, snapshot, shares, probes))
+        continues = journal.begin(_request_record(request, snapshot, small_files, shares, probes))
         sync_directory(request.home)
+        if not is_marked(request.home):
+            _mark(request, directories, journal)
         checked = _resume(plan, directories, journal, request, watcher) if continues else None
         read_bytes, written_bytes, granted = _stream(plan, directories, journal, request, watcher)
         refuse_unfinished(plan, journal)
         finish_data_files(plan, directories, direct=request.direct)
-        manifest = publish(plan, directories, journal, probes)
+        manifest = publish(plan, directories, journal, probes, small_files)
     finally:
         journal.close()
+    remove_marks({number: directories[number] for number in written_roots(request, directories)})
     remove_journal(request.home, JOURNAL_NAME)
     granted += HugePages() if checked is None else checked.huge_pages
     return RepackResult(
@@ -175,6 +197,17 @@ def verify_full(request: RepackRequest, watcher: Watcher) -> Comparison:
 
 
 # -- steps
+
+
+def _mark(request: RepackRequest, directories: Mapping[int, Path], journal: Journal) -> None:
+    """Mark the roots of a run that has written nothing yet."""
+    if journal.experts or journal.tensors or journal.shards:
+        raise ResumeError(
+            "home has a journal of an unfinished repack, and not its mark",
+            path=request.home,
+            advice="Files were removed here, or an earlier version began this. Empty the roots to begin anew",
+        )
+    mark_roots(request, directories)
 
 
 def _stream(
@@ -396,7 +429,11 @@ def _shares_of(before: Mapping[str, Any], path: Path) -> tuple[tuple[int, ...], 
 
 
 def _request_record(
-    request: RepackRequest, snapshot: Snapshot, shares: tuple[int, ...], probes: Mapping[int, int]
+    request: RepackRequest,
+    snapshot: Snapshot,
+    small_files: SmallFiles,
+    shares: tuple[int, ...],
+    probes: Mapping[int, int],
 ) -> dict[str, Any]:
     """What a resumed run must have in common with the first one."""
     return {
@@ -412,6 +449,7 @@ def _request_record(
         ],
         "shares": list(shares),
         "probes": {str(number): rate for number, rate in probes.items()},
+        **{f"digest of {name}": digest for name, digest in small_files.decisive().items()},
     }
 
 
@@ -422,7 +460,7 @@ def _source_record(snapshot: Snapshot) -> str:
     Then only the headers, from which everything is planned, must be the same.
     """
     if any(shard.blob_sha256 is None for shard in snapshot.shards):
-        return str(snapshot.identity)
+        return snapshot.identity.weights
     headers = checksum.Hasher()
     for shard in snapshot.shards:
         with RegularFile(shard.path) as file:

@@ -113,7 +113,9 @@ def test_the_manifest_is_the_last_name_and_the_journal_goes_after_it(story: list
     assert names[-2:] == ["home/catalog.mdb", "home/manifest.json"]
     assert names.index("drive/root.json") < names.index("home/catalog.mdb")
     data = [path for path in names if path.endswith(".safetensors")]
-    assert names[: 1 + len(data)] == ["home/journal.mdb", *data]
+    marks = ["drive/k3-repack-root.partial", "home/k3-repack-root.partial"]
+    assert names[: 3 + len(data)] == ["home/journal.mdb", *marks, *data]
     manifest = story.index(("name", "home/manifest.json"))
     assert story[manifest + 1] == ("sync", "home")
-    assert story[manifest + 2 :] == [("remove", "home/journal.mdb"), ("sync", "home")]
+    gone = [("remove", marks[0]), ("sync", "drive"), ("remove", marks[1]), ("sync", "home")]
+    assert story[manifest + 2 :] == [*gone, ("remove", "home/journal.mdb"), ("sync", "home")]

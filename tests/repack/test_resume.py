@@ -139,7 +139,7 @@ def test_a_second_interruption_while_repairing_loses_nothing(stopped: Case) -> N
     stopped.finishes_equal()
 
 
-@pytest.mark.parametrize("step", ["_write_roots", "_write_catalog", "_write_small"])
+@pytest.mark.parametrize("step", ["_write_roots", "_write_catalog", "write_small"])
 def test_publishing_can_stop_anywhere(case: Case, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     original = getattr(publish, step)
 
