@@ -126,7 +126,7 @@ def mark_roots(request: RepackRequest, directories: Mapping[int, Path]) -> None:
 
 
 def is_marked(home: Path) -> bool:
-    """Whether all roots of the run have their marks."""
+    """Tell whether all roots of the run have their marks."""
     return read_mark(home) is not None
 
 
