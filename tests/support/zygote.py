@@ -121,6 +121,10 @@ class Zygote:
             )["spawned"]
         )  # fmt: skip
 
+    def lives(self, number: int) -> bool:
+        """Return whether a command that has been begun has not ended yet."""
+        return bool(self._ask("poll", number=number)["lives"])
+
     def kill(self, number: int, signal_number: int) -> None:
         """Send a signal to a command that has been begun."""
         self._ask("kill", number=number, signal=signal_number)
@@ -259,6 +263,9 @@ def _serve() -> None:
                 raise SystemExit(99)  # no command returns
             children[number], modules[number] = pid, order["modules"]
             answer["spawned"] = number
+        elif order["what"] == "poll":
+            state = os.waitid(os.P_PID, children[number], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            answer["lives"] = state is None
         elif order["what"] == "kill":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(children[number], order["signal"])

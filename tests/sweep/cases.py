@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from k3.engine.report.bench_command import bench
 from k3.repack.cli import main as repack_main
 from k3.store.cli import main as store_main
 from k3.verify.cli import main as verify_main
-from tests.support.zygote import Ended, Zygote
+from tests.support.zygote import Ended, Fault, Zygote
 
 IDS = "1,2,3,5,8"
 COMMANDS: dict[str, click.Command] = {
@@ -97,6 +98,10 @@ class Case:
         """Bring the working directory into the state before a run."""
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
+
+    def run(self, fault: Fault | None = None) -> Ended:
+        """Run the command, with a fault or without."""
+        return self.zygote.run(self.command(), fault=fault)
 
     def judge(self, ended: Ended) -> str | None:
         """Return what is wrong after a run of the command (its claim, or the next run); None when all is well."""
@@ -262,6 +267,59 @@ class RunLogits(Run):
         return super().judge(ended)
 
 
+class Serve(Run):
+    """k3-store serve, asked by status and used by k3-run --store while calls fail in the daemon, then ended."""
+
+    name, main = "serve", "k3-store"
+    generate = 3
+
+    def command(self) -> list[str]:
+        place = ["--dirs", str(self.world.container), "--socket", str(self.work / "s")]
+        return ["k3-store", "serve", *place, "--cache-gb", "0.002", "--reserve-gb", "0", "--max-clients", "2"]
+
+    def allowed(self) -> set[int]:
+        return documented_codes(store_main.commands["serve"]) - {1}
+
+    def run(self, fault: Fault | None = None) -> Ended:
+        daemon = self.zygote.spawn(self.command(), fault=fault)
+        status = ["k3-store", "status", "--socket", str(self.work / "s")]
+        self.asked = self.zygote.run(status)
+        while self.asked.code != 0 and self.zygote.lives(daemon):
+            self.asked = self.zygote.run(status)
+        line = ["k3-run", "--store", str(self.work / "s"), "--ids", IDS, "--ngen", str(self.generate)]
+        self.served = self.zygote.run(line)
+        self.zygote.kill(daemon, signal.SIGTERM)
+        return self.zygote.wait(daemon)
+
+    def judge(self, ended: Ended) -> str | None:
+        client = documented_codes(run_main) - {1}
+        problem = problem_of(self.served, client) or problem_of(self.asked, client) or super().judge(self.served)
+        if problem is not None:
+            return f"the client: {problem}: {self.served.err[-2000:]}{self.asked.err[-2000:]}"
+        if ended.code == 0 or not (self.work / "s").exists():
+            return None
+        again = self.run()  # over what the daemon that failed left
+        if again.code != 0 or self.served.code != 0:
+            return f"the next daemon ends with {again.code}, its client with {self.served.code}: {again.err}"
+        return None
+
+
+class Bench(Case):
+    """k3-store bench of the drives: exit 0 only with figures."""
+
+    name, main = "store-bench", "k3-store"
+
+    def command(self) -> list[str]:
+        place = ["--dirs", str(self.world.container), "--no-daemon"]
+        return ["k3-store", "bench", *place, "--depths", "1", "--seconds", "0.05"]
+
+    def allowed(self) -> set[int]:
+        return documented_codes(store_main.commands["bench"]) - {1}
+
+    def judge(self, ended: Ended) -> str | None:
+        return "exit 0 and no figures" if ended.code == 0 and "GB/s" not in ended.out else None
+
+
 class Simulate(Case):
     """k3-store simulate of a routing trace: exit 0 only with the undisturbed table."""
 
@@ -289,5 +347,5 @@ class Simulate(Case):
 
 CASES: tuple[type[Case], ...] = (
     Repack, Verify, VerifySource, VerifyDamaged, VerifySourceDamaged, Run, RunSnapshot, RunState, RunLogits,
-    Simulate,
+    Simulate, Serve, Bench,
 )  # fmt: skip

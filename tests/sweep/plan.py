@@ -29,7 +29,7 @@ ERRNOS: Mapping[str, Sequence[int]] = {
     "fdatasync": (e.EIO, e.EINVAL, e.ENOSPC),
     "rename": (e.EIO, e.EACCES, e.EXDEV, e.ENOSPC, e.EROFS, e.EBUSY),
     "link": (e.EIO, e.EPERM, e.EMLINK, e.EEXIST),
-    "unlink": (e.EIO, e.EACCES, e.ENOENT, e.EBUSY, e.EROFS),
+    "unlink": (e.EIO, e.EACCES, e.EPERM, e.EBUSY, e.EROFS),
     "mkdir": (e.EIO, e.EACCES, e.ENOSPC, e.EEXIST, e.EROFS),
     "stat": _PATH,
     "fstat": (e.EIO, e.EBADF, e.ESTALE, e.ENOMEM),

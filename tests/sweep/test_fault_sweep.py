@@ -22,7 +22,7 @@ from tests.support.zygote import FUNCTIONS, Zygote
 from tests.sweep.cases import CASES, Case, World, problem_of
 from tests.sweep.plan import ERRNOS, MISSING, calls, faults, sample
 
-SAMPLE = 8
+SAMPLE = 5
 MOST_CALLS = 24
 
 
@@ -51,7 +51,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_snapshot: Path, zygote:
 def sweep(case: Case, most_calls: int, size: int | None, seed: int) -> tuple[Counter[int], list[str]]:
     """Run a case with its faults; how it ended, by exit code, and what was wrong."""
     case.prepare()
-    calm = case.zygote.run(case.command())
+    calm = case.run()
     assert problem_of(calm, case.allowed()) is None, calm
     assert (problem := case.judge(calm)) is None, problem
     planned = faults(calm.counts, most_calls)
@@ -59,7 +59,7 @@ def sweep(case: Case, most_calls: int, size: int | None, seed: int) -> tuple[Cou
     wrong = []
     for fault in planned if size is None else sample(planned, size, seed):
         case.prepare()
-        ended = case.zygote.run(case.command(), fault=fault)
+        ended = case.run(fault)
         if not ended.struck:
             continue
         ends[ended.code] += 1
