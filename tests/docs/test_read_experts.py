@@ -19,6 +19,8 @@ from k3.container.reader import Container
 from k3.kernels import dequantize_mxfp4
 from k3.store import FileSource, attach, expert_arrays
 from k3.verify.reference.weights import ReferenceWeights
+from k3.verify.synthetic.shape import SyntheticModel
+from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.daemons import daemon_outside
 from tests.support.engines import VECTORS
 from tests.support.repacked import command
@@ -67,6 +69,24 @@ def test_the_example_shows_the_same_through_files_and_through_a_daemon(home: Pat
     with daemon_outside(tmp_path / "socket", [home]):
         from_daemon = example("--store", tmp_path / "socket", *wanted)
     assert (from_daemon.returncode, blocks(from_daemon.stdout)) == (0, shown)
+
+
+@pytest.mark.skipif(not NUMPY_EXPORTS_READ_ONLY, reason="the page shows what NumPy 2.1 and newer can export")
+def test_the_pages_transcript_is_what_the_example_prints(tmp_path: Path) -> None:
+    shown = PAGE.split("<!-- transcript: tests/docs/test_read_experts.py runs these lines -->\n```console\n")[1]
+    lines = shown.split("\n```")[0].splitlines()
+    made, repacked, from_files, *printed, served, from_store = lines
+    assert made == "$ python -m k3.verify.synthetic snapshot --preset tiny --seed 7"
+    write_snapshot(SyntheticModel.tiny(seed=7), tmp_path / "snapshot")
+    assert repacked == "$ k3-repack snapshot container"
+    assert command(tmp_path / "snapshot", tmp_path / "container").exit_code == 0
+    assert from_files == "$ python examples/read_experts.py --container container --layer 1 3"
+    plain = example("--container", tmp_path / "container", "--layer", 1, 3).stdout
+    assert plain.replace("torch torch.uint8", "numpy uint8").splitlines() == printed
+    assert served == "$ k3-store serve --dirs container --socket socket &"
+    assert from_store == "$ python examples/read_experts.py --store socket --layer 1 3"
+    with daemon_outside(tmp_path / "socket", [tmp_path / "container"]):
+        assert example("--store", tmp_path / "socket", "--layer", 1, 3).stdout == plain
 
 
 def test_the_example_ends_with_the_code_of_the_error(home: Path, tmp_path: Path) -> None:
