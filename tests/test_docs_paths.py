@@ -25,8 +25,9 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]\b")
 
 OF_OTHER_PROGRAMS = {
-    "--create": "systemd-tmpfiles", "--now": "systemctl", "--offline": "systemd-analyze", "--param": "gcc", "--seccomp-bpf": "strace", "--unix-socket": "curl",
-    "--fast": "scripts/check", "--cpp": "scripts/check", "--fix": "ruff", "--warnings": "man",
+    "--create": "systemd-tmpfiles", "--now": "systemctl", "--offline": "systemd-analyze", "--param": "gcc",
+    "--seccomp-bpf": "strace", "--unix-socket": "curl", "--warnings": "man", "--fix": "ruff",
+    "--fast": "scripts/check", "--cpp": "scripts/check",
 }  # fmt: skip
 """Options of programs that are not the project's, and of its shell scripts."""
 
