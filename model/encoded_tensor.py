@@ -6,6 +6,7 @@ by it, and a snapshot is loaded by it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,14 @@ def stored_arrays(encoding: Encoding, dtype: str, shape: tuple[int, ...]) -> lis
 def bytes_of(encoding: Encoding, dtype: str, shape: tuple[int, ...]) -> int:
     """Return the bytes of a dense tensor in an encoding, scales included and padding not."""
     return sum(tensor_bytes(*array) for array in stored_arrays(encoding, dtype, shape))
+
+
+def is_stored_in(sizes: Sequence[int], encoding: Encoding, dtype: str, shape: tuple[int, ...]) -> bool:
+    """True when arrays of these bytes, weights first, hold a tensor in an encoding. KeyError: an unknown dtype."""
+    try:
+        return [tensor_bytes(*array) for array in stored_arrays(encoding, dtype, shape)] == list(sizes)
+    except ValueError:
+        return False
 
 
 def encoded_tensor(

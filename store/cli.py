@@ -187,14 +187,17 @@ def status(socket: Path | None, as_json: bool) -> None:
     """Drives, cache and clients of a running daemon."""
 
     def body() -> None:
-        from k3.store.client.socket_link import ask_status
+        from k3.store.client.socket_link import ask_status, reading_status
         from k3.store.daemon.status_text import status_lines
 
-        found = ask_status(_socket(socket))
+        place = _socket(socket)
+        found = ask_status(place)
         if as_json:
-            cli_support.emit_json("status", **found)
-        else:
-            echo("\n".join(status_lines(found)))
+            cli_support.emit_json("status", **{key: value for key, value in found.items() if key != "type"})
+            return
+        with reading_status(place):
+            text = "\n".join(status_lines(found))
+        echo(text)
 
     cli_support.run(body, as_json=as_json)
 
@@ -206,15 +209,19 @@ def ps(socket: Path | None, as_json: bool) -> None:
     """Engines attached to a running daemon, what they hold, and the reads that keep them waiting."""
 
     def body() -> None:
-        from k3.store.client.socket_link import ask_status
-        from k3.store.daemon.status_text import ps_lines
+        from k3.store.client.socket_link import ask_status, reading_status
+        from k3.store.daemon.status_text import DRIVE_OF_PS, ps_lines
 
-        found = ask_status(_socket(socket))
+        place = _socket(socket)
+        found = ask_status(place)
+        with reading_status(place):
+            clients = found["clients"]
+            drives = [{key: drive[key] for key in DRIVE_OF_PS} for drive in found["drives"]]
+            text = "\n".join(ps_lines(found))
         if as_json:
-            drives = [{key: drive[key] for key in ("path", "queue", "oldest_read_s")} for drive in found["drives"]]
-            cli_support.emit_json("ps", clients=found["clients"], drives=drives)
+            cli_support.emit_json("ps", clients=clients, drives=drives)
         else:
-            echo("\n".join(ps_lines(found)))
+            echo(text)
 
     cli_support.run(body, as_json=as_json)
 

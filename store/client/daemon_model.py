@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3.base.errors import ContainerError, UnsupportedError
+from k3.base.errors import ContainerError, UnsupportedError, WireError
 from k3.base.huge_pages import HugePages
 from k3.model.identity import ModelIdentity
 from k3.model.keys import ExpertLayout, Extent
@@ -127,10 +127,24 @@ class DaemonModel:
         return DenseInfo(tensor.dtype, tensor.shape, tensor.encoding, stored_bytes, 0, 0)
 
     def read_tensor(self, name: str) -> EncodedTensor:
-        """A dense tensor over the shared memory, read-only. KeyError when there is none."""
-        from k3.model.encoded_tensor import encoded_tensor  # NumPy takes longer to import than a model to be found
+        """A dense tensor over the shared memory, read-only.
+
+        KeyError when there is none, WireError when the daemon gives it other bytes than its shape needs.
+        """
+        from k3.model.encoded_tensor import (  # NumPy takes longer to import than a model to be found
+            encoded_tensor,
+            is_stored_in,
+        )
 
         tensor = self._tensors[name]
+        given = [span.nbytes for span in (tensor.weights, tensor.scales) if span is not None]
+        if not is_stored_in(given, tensor.encoding, tensor.dtype, tensor.shape):
+            raise WireError(
+                f"the daemon gives {given} bytes for a tensor {tensor.dtype} {list(tensor.shape)} "
+                f"as {tensor.encoding.value}",
+                tensor=name,
+                advice="The daemon is of another release; run both from the same one",
+            )
         scales = None if tensor.scales is None else self._view(tensor.scales)
         weights = self._view(tensor.weights)
         return encoded_tensor(name, tensor.encoding, tensor.dtype, tensor.shape, weights, scales)

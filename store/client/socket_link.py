@@ -14,12 +14,13 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from k3.base.errno_advice import Operation, refusal
 from k3.base.errors import DaemonError, WireError
+from k3.base.safe_text import shown_text
 from k3.store.protocol import wire
 from k3.store.protocol.model_descriptor import ModelDescriptor, parse_descriptor
 from k3.store.protocol.native import NativeRing, map_shared
@@ -150,6 +151,23 @@ def ask_status(path: Path, timeout_s: float = HANDSHAKE_S) -> dict[str, Any]:
     if not isinstance(answer, wire.Status):
         raise refused(answer, path)
     return dict(answer.status)
+
+
+@contextlib.contextmanager
+def reading_status(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while a status is looked at into a WireError: its daemon is of another release.
+
+    A daemon goes on for weeks and its commands are replaced meanwhile; a status has what its release knew.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WireError(
+            f"the status of k3-store lacks what this command looks for ({type(error).__name__}: "
+            f"{shown_text(str(error))})",
+            path=path,
+            advice="Start the daemon again from the release of this command; status --json shows what it says",
+        ) from error
 
 
 def _exchange(connection: socket.socket, message: wire.Message) -> tuple[wire.Message | None, list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from k3.base.cli_support import echo, emit_json
 from k3.base.drive_info import drive_info
 from k3.container.reader import Container
-from k3.store.client.socket_link import ask_status
+from k3.store.client.socket_link import ask_status, reading_status
 from k3.store.commands.drive_bench import BenchOptions, RawBench, Row, measure_daemon
 from k3.store.daemon.container_home import find_home
 
@@ -22,8 +22,9 @@ def measure(
     if socket is not None:
         status = ask_status(socket)
         if named is None and not roots:
-            named = Path(status["home"])
-            roots = [Path(drive["path"]) for drive in status["drives"]]
+            with reading_status(socket):
+                named = Path(status["home"])
+                roots = [Path(drive["path"]) for drive in status["drives"]]
     container = Container.open(find_home(roots, named), roots)
     rows: list[Row] = []
 

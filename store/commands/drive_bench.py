@@ -22,7 +22,7 @@ from k3.base.errors import DaemonError, UnsupportedError
 from k3.base.page_buffers import huge_buffer
 from k3.container.reader import Container
 from k3.model.keys import Extent
-from k3.store.client.socket_link import Link, ask_status
+from k3.store.client.socket_link import Link, ask_status, reading_status
 from k3.store.protocol.ring_layout import Op, Source, Status
 
 FROM_DEVICE_SHARE_MIN = 0.9
@@ -164,13 +164,21 @@ def measure_daemon(path: Path, options: BenchOptions, on_row: Callable[[Row], No
             mine = keys[
                 number * len(keys) // len(options.depths) : (number + 1) * len(keys) // len(options.depths)
             ]
-            before = ask_status(path)["device_read_bytes"]
+            before = _read_from_devices(path)
             row = _lease_all(link, path, mine, depth, options.seconds)
-            after = ask_status(path)["device_read_bytes"]
+            after = _read_from_devices(path)
             came = _from_device("the daemon", row.read_bytes, before, after)
             on_row(Row("daemon", depth, row.reads, row.read_bytes, row.seconds, came))
     finally:
         link.close()
+
+
+def _read_from_devices(path: Path) -> int | None:
+    """Bytes that the daemon has read from block devices so far; None where its kernel does not say."""
+    status = ask_status(path)
+    with reading_status(path):
+        found: int | None = status["device_read_bytes"]
+    return found
 
 
 def _lease_all(link: Link, path: Path, keys: Sequence[tuple[int, int]], depth: int, seconds: float) -> Row:

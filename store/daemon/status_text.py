@@ -8,6 +8,9 @@ from typing import Any
 SLOW_READ_S = 1.0
 """Age from which a read under way is worth a line among the clients, who may be waiting for it."""
 
+DRIVE_OF_PS = ("path", "queue", "oldest_read_s")
+"""Of each drive's status, what `ps --json` has."""
+
 
 def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
     """What `k3-store status` prints."""

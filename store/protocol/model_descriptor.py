@@ -18,11 +18,12 @@ from typing import Any
 from k3.base import checksum
 from k3.base.errors import WireError
 from k3.base.pages import page_ceil
+from k3.base.safe_text import is_plain, shown_text
 from k3.base.strict_json import parse_object
 from k3.container.catalog import CatalogTensor, expert_layout
 from k3.container.reader import Container
 from k3.model.identity import GENERATION_CONFIG_NAME, ModelIdentity, config_identity, text_identity
-from k3.model.keys import Encoding, ExpertLayout
+from k3.model.keys import DTYPE_BITS, Encoding, ExpertLayout
 from k3.model.model_config import CONFIG_NAME, parse_config
 
 
@@ -160,7 +161,8 @@ def parse_descriptor(data: bytes, dense_bytes: int) -> ModelDescriptor:
             files=tuple(_text(path) for path in document["files"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, binascii.Error) as error:
-        raise WireError(f"the model descriptor lacks or misuses a key: {error}", advice=advice) from error
+        problem = f"the model descriptor lacks or misuses a key: {shown_text(str(error))}"
+        raise WireError(problem, advice=advice) from error
     return descriptor
 
 
@@ -187,8 +189,8 @@ def _span_json(span: Span) -> dict[str, int]:
 
 def _tensor(item: Any, dense_bytes: int) -> DenseTensor:
     return DenseTensor(
-        _text(item["name"]),
-        _text(item["dtype"]),
+        _name(item["name"]),
+        _dtype(item["dtype"]),
         tuple(map(_count, item["shape"])),
         Encoding(item["encoding"]),
         _span(item["weights"], dense_bytes),
@@ -206,6 +208,18 @@ def _span(item: Any, dense_bytes: int) -> Span:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not is_plain(value):
+        raise TypeError(f"{value!r} is no name")
+    return value
+
+
+def _dtype(value: Any) -> str:
+    if not isinstance(value, str) or value not in DTYPE_BITS:
+        raise TypeError(f"{value!r} is no dtype")
     return value
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.model import k3_tensors
-from k3.model.encoded_tensor import NUMPY_DTYPES, bytes_of, encoded_tensor, stored_arrays
+from k3.model.encoded_tensor import NUMPY_DTYPES, bytes_of, encoded_tensor, is_stored_in, stored_arrays
 from k3.model.keys import DTYPE_BITS, Encoding
 
 ROWS = st.integers(1, 5)
@@ -56,3 +56,12 @@ def test_constants_of_the_kernels_and_of_the_table_agree() -> None:
     assert k3_tensors.MX_GROUP == kernels.MX_GROUP
     assert NUMPY_DTYPES.keys() == DTYPE_BITS.keys()
     assert all(np.dtype(NUMPY_DTYPES[name]).itemsize * 8 == bits for name, bits in DTYPE_BITS.items())
+
+
+def test_the_bytes_of_each_encoding() -> None:
+    assert is_stored_in([24], Encoding.RAW, "BF16", (3, 4))
+    assert is_stored_in([48], Encoding.F32, "BF16", (3, 4))
+    assert is_stored_in([12, 12], Encoding.INT8, "BF16", (3, 4))
+    for sizes in ([], [24], [12, 13], [12, 12, 1]):
+        assert not is_stored_in(sizes, Encoding.INT8, "BF16", (3, 4))
+    assert not is_stored_in([12, 12], Encoding.INT8, "BF16", (12,)), "it is no matrix"

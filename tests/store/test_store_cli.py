@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from k3.base.memory_limit import memory_limit
 from k3.store.cli import main
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.commands import drive_bench
+from k3.store.protocol import wire
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside
 
@@ -220,3 +222,29 @@ def test_a_place_that_may_not_be_read_is_no_wrong_usage(tmp_path: Path, monkeypa
     for command in ("status", "ps", "warm", "bench"):
         assert k3_store(command, "--socket", place).exit_code == 10
     assert k3_store("serve", "--container", tmp_path, "--socket", tmp_path / "t").exit_code == 5
+
+
+@pytest.mark.parametrize(
+    "status", [{}, {"clients": 5, "drives": "x", "home": 3}, {"clients": [{}], "drives": [{}]}]
+)
+@pytest.mark.parametrize("command", ["status", "ps", "bench"])
+def test_a_daemon_of_another_release_is_told_so(tmp_path: Path, command: str, status: dict[str, Any]) -> None:
+    """It has been up since before these commands were installed."""
+    place = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(place))
+        listening.listen()
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                wire.receive(connection)
+                wire.send_status(connection, status)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        told = k3_store(command, "--socket", place)
+        thread.join()
+    assert told.exit_code == 10
+    assert "lacks what this command looks for" in told.stderr
+    assert "Start the daemon again" in told.stderr

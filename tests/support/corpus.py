@@ -6,12 +6,14 @@ that a reading of mutated bytes that is not refused can be compared with the rig
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import zstandard
@@ -22,7 +24,7 @@ from k3.checkpoint.safetensors_header import read_header
 from k3.container.catalog import CatalogReader
 from k3.container.layout import ROOT_NAME
 from k3.container.manifest import Manifest, parse_manifest
-from k3.container.reader import locate_roots, read_manifest
+from k3.container.reader import Container, locate_roots, read_manifest
 from k3.engine.definition.tokenizer import Tokenizer
 from k3.engine.forward.state import State
 from k3.engine.run.state_file import SavedState, write_state
@@ -39,6 +41,9 @@ from k3.model.vocabulary import (
 )
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord, read_journal
+from k3.store.client.daemon_model import DaemonModel
+from k3.store.client.socket_link import Link
+from k3.store.protocol.model_descriptor import describe, parse_descriptor, place_dense
 from k3.store.routing.route_trace import (
     Choice,
     RoutedPass,
@@ -56,6 +61,7 @@ from tests.support.mutants import MUTATIONS, mutated, mutated_json
 TARGETS = (
     "catalog", "manifest", "manifest with its digest", "root.json", "journal", "config", "tokenizer",
     "tokenizer config", "generation config", "state", "header", "route trace", "route trace inside its frame",
+    "model descriptor",
 )  # fmt: skip
 """Names of what `make_target` makes."""
 
@@ -82,6 +88,7 @@ def make_target(name: str, place: Path) -> Target:
         "root.json": _root_file, "journal": _journal, "config": _config, "tokenizer": _tokenizer,
         "tokenizer config": _tokenizer_config, "generation config": _generation_config, "state": _state,
         "header": _header, "route trace": _route_trace, "route trace inside its frame": _route_trace_inside,
+        "model descriptor": _model_descriptor,
     }  # fmt: skip
     return makers[name](place)
 
@@ -272,3 +279,23 @@ def _route_trace_inside(place: Path) -> Target:
         return zstandard.ZstdCompressor(write_checksum=True).compress(changed)
 
     return replace(target, mutate=mutate, agrees=lambda found: True)
+
+
+def _model_descriptor(place: Path) -> Target:
+    """The model as a daemon describes it to its clients: it may be another user's daemon."""
+    home = build_container(place / "home", [place / "a"], [1, 2]).home
+    with contextlib.closing(Container.open(home, [place / "a"])) as container:
+        tensors, dense_bytes = place_dense(tuple(container.tensor(name) for name in container.tensor_names()))
+        config = (VECTORS / "tiny_s0" / "config.json").read_bytes()
+        data = describe(container, tensors, {"config.json": config}, [place / "x"]).render()
+
+    memory = np.zeros(dense_bytes, np.uint8)
+
+    def read(found: bytes) -> Any:
+        descriptor = parse_descriptor(found, dense_bytes)
+        model = DaemonModel(cast(Link, SimpleNamespace(descriptor=lambda: descriptor, dense=memory)))
+        for name in model.tensor_names():
+            model.read_tensor(name)
+        return model.identity, descriptor.layers
+
+    return Target(data, read, lambda rng: mutated_json(data, rng))
