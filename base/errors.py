@@ -58,7 +58,7 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
     ExitCode.OK: "sound, or done",
     ExitCode.DAMAGED: "bytes are damaged, missing or differ from the source",
     ExitCode.USAGE: "wrong arguments",
-    ExitCode.SOURCE: "the snapshot cannot be used as it is",
+    ExitCode.SOURCE: "the snapshot, or the model in it, cannot be used as it is",
     ExitCode.INCOMPLETE: "the container is unfinished, or a root of it is not there",
     ExitCode.NOT_A_CONTAINER: "not a container",
     ExitCode.DRIVE: "a read or write failed",
@@ -159,7 +159,7 @@ class ConfigError(SourceError):
 
 
 class ExpertError(SourceError):
-    """An expert is incomplete or unlike its neighbours."""
+    """An expert is incomplete, unlike its neighbours, or holds numbers that cannot be computed with."""
 
 
 class QuantizeError(SourceError):

@@ -13,6 +13,7 @@ from k3.base.errno_advice import Operation, refusal
 from k3.base.errors import DriveError, SpaceError
 from k3.base.free_space import free_bytes, largest_file_bytes
 from k3.base.notes import note_once
+from k3.base.presence import is_there, status
 from k3.container.layout import PARTIAL_SUFFIX
 from k3.repack.assemble import RESIDENT_EXPERTS
 from k3.repack.plan import Plan
@@ -152,7 +153,7 @@ def _hash_rate() -> float:
 def _existing(directory: Path) -> Path:
     """The directory itself, or the nearest ancestor that exists."""
     for place in (directory, *directory.absolute().parents):
-        if place.exists():
+        if is_there(place):
             return place
     raise AssertionError("the root directory exists")
 
@@ -164,6 +165,7 @@ def _present_bytes(plan: Plan, directories: Mapping[int, Path], root: int) -> in
         if file.root == root and file.kind != "source":
             final = directories[root] / file.path
             for path in (final, final.with_name(final.name + PARTIAL_SUFFIX)):
-                if path.exists():
-                    total += min(file.size_bytes, path.stat().st_blocks * 512)
+                found = status(path)
+                if found is not None:
+                    total += min(file.size_bytes, found.st_blocks * 512)
     return total

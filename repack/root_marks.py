@@ -20,6 +20,7 @@ from k3.base.direct_io import sync_directory
 from k3.base.errors import IncompleteError, ResumeError
 from k3.base.presence import is_named, is_there
 from k3.base.regular_file import read_small_file
+from k3.base.strict_json import parse_object
 from k3.container.layout import JOURNAL_NAME, PARTIAL_SUFFIX
 from k3.repack.publish import write_small
 from k3.repack.request import RepackRequest
@@ -28,6 +29,7 @@ MARK_NAME = f"k3-repack-root{PARTIAL_SUFFIX}"
 _FORMAT = "k3-repack-root"
 _VERSION = 1
 _MARK_BYTES_MAX = 64 << 10
+_ANEW = "Remove the unfinished container and repack again; the source is untouched"
 _MOUNT = "Mount its drive, then repeat the command; nothing was written"
 
 
@@ -51,17 +53,20 @@ def read_mark(directory: Path) -> RootMark | None:
     if not is_named(path):
         return None
     try:
-        fields = json.loads(read_small_file(path, _MARK_BYTES_MAX, ResumeError))
+        data = read_small_file(path, _MARK_BYTES_MAX, ResumeError)
+        fields = parse_object(
+            data, what="the mark of an unfinished repack", path=path, error=ResumeError, advice=_ANEW
+        )
         if (fields.pop("format"), fields.pop("version")) != (_FORMAT, _VERSION):
             raise ValueError("another format or version")
         mark = RootMark(**{**fields, "roots": tuple(map(str, fields["roots"]))})
         if not (isinstance(mark.run, str) and isinstance(mark.home, str) and type(mark.number) is int):
             raise ValueError("values of other types")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ResumeError(
             f"the mark of an unfinished repack cannot be understood: {error}",
             path=path,
-            advice="Remove the unfinished container and repack again; the source is untouched",
+            advice=_ANEW,
         ) from error
     return mark
 

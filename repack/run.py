@@ -6,6 +6,7 @@ the run afterwards leaves a journal from which the same command continues.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from k3.base.direct_io import drive_error, sync_directory
 from k3.base.errno_advice import Operation
 from k3.base.errors import DamageError, K3Error, ResumeError, ShardError
 from k3.base.huge_pages import HugePages, huge_pages
-from k3.base.presence import is_there
+from k3.base.presence import is_named, is_there
 from k3.base.regular_file import RegularFile
 from k3.checkpoint.model_check import check_model
 from k3.checkpoint.odd_experts import odd_experts_note
@@ -139,10 +140,13 @@ def repack(request: RepackRequest, watcher: Watcher) -> RepackResult:
             return _repack_locked(request, snapshot, small_files, watcher)
     finally:
         # A run that was refused before its journal existed leaves no empty directories behind.
-        if not (request.home / JOURNAL_NAME).exists() and not (request.home / MANIFEST_NAME).exists():
-            for directory in reversed(made):
-                if not any(directory.iterdir()):
-                    directory.rmdir()
+        with contextlib.suppress(
+            K3Error, OSError
+        ):  # what ended the run says more than a drive that fails here too
+            if not is_named(request.home / JOURNAL_NAME) and not is_named(request.home / MANIFEST_NAME):
+                for directory in reversed(made):
+                    if not any(directory.iterdir()):
+                        directory.rmdir()
 
 
 def _repack_locked(
@@ -474,7 +478,7 @@ def _make_directories(request: RepackRequest, made: list[Path]) -> None:
     if not request.in_place:
         wanted += [drive / EXPERTS_DIRECTORY for drive in (request.drives or (request.home,))]
     for directory in wanted:
-        missing = [place for place in (directory, *directory.absolute().parents) if not place.exists()]
+        missing = [place for place in (directory, *directory.absolute().parents) if not is_there(place)]
         for place in reversed(missing):
             try:
                 place.mkdir()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from k3.base import checksum
 from k3.base.errors import DamageError, ResumeError, SourceError
+from k3.base.presence import is_there
 from k3.base.regular_file import RegularFile, regular_size
 from k3.checkpoint.downloads import is_leftover, published_digest
 from k3.checkpoint.hf_cache import list_directory
@@ -93,7 +94,7 @@ class SmallFiles:
 
     def check_names(self, home: Path) -> None:
         """SourceError for a file whose name, while it is written, is longer than the destination takes."""
-        place = next(place for place in (home, *home.absolute().parents) if place.exists())
+        place = next(place for place in (home, *home.absolute().parents) if is_there(place))
         try:
             most_bytes = os.pathconf(place, "PC_NAME_MAX")
         except OSError:

@@ -8,7 +8,6 @@ that fails) is not an empty one: a root that was not found is then unreadable, n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from k3.base.errors import DamageError, DriveError
 from k3.base.presence import is_directory, is_there
 from k3.base.regular_file import read_small_file
 from k3.base.safe_text import NAME_CHARACTERS_MAX
+from k3.base.strict_json import parse_object
 from k3.checkpoint.hf_cache import possible_snapshots
 from k3.container.layout import EXPERTS_DIRECTORY, ROOT_NAME
 from k3.container.manifest import Manifest
@@ -122,12 +122,11 @@ def _claims(directory: Path) -> _Claim:
     try:
         if not is_there(path):
             return _Claim()
-        document = json.loads(read_small_file(path, SMALL_FILE_BYTES_MAX, DamageError))
+        data = read_small_file(path, SMALL_FILE_BYTES_MAX, DamageError)
+        document = parse_object(data, what="root.json", path=path, error=DamageError, advice=_MOUNT)
     except DriveError as error:
         return _Claim(refused=error)
-    except (DamageError, ValueError, RecursionError):  # the structure check says why
-        return _Claim()
-    if not isinstance(document, dict):
+    except DamageError:  # the structure check says why
         return _Claim()
     container, root = (str(document.get(key, ""))[:NAME_CHARACTERS_MAX] for key in ("container", "root"))
     return _Claim(container, root)

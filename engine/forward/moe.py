@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
-from k3.base.errors import DamageError
+from k3.base.errors import ExpertError, SourceError
 from k3.engine.forward.mlp import GatedMlp
 from k3.engine.forward.weights import DAMAGED_OR_PUBLISHED, Weights
 from k3.kernels import ExpertMatrix
@@ -72,12 +72,12 @@ class Router:
         return biased
 
     def __call__(self, x: Array) -> Routing:
-        """x [S, hidden]. DamageError when a score is not finite: no choice made from it would mean anything."""
+        """x [S, hidden]. SourceError when a score is not finite: no choice made from it would mean anything."""
         scores = kernels.sigmoid(self._gate(x))
         try:
             experts = kernels.top_k(scores + self._bias(), self._moe.top_k)
         except kernels.NonFiniteError as error:
-            raise DamageError(
+            raise SourceError(
                 f"the router's score of expert {error.column} for token {error.row} of the chunk is {error.value}",
                 layer=self._layer,
                 advice=DAMAGED_OR_PUBLISHED,
@@ -144,13 +144,13 @@ class LatentMoe:
                 z, payload, *self._matrices, beta=beta, linear_beta=linear_beta, exact=self._exact
             )
         except (kernels.ReservedScaleError, kernels.NonFiniteError) as error:
-            raise self._damaged(f"the expert cannot be computed: {error}", expert) from error
+            raise self._useless(f"the expert cannot be computed: {error}", expert) from error
         if not np.isfinite(out).all():
-            raise self._damaged("the expert's output is not finite", expert)
+            raise self._useless("the expert's output is not finite", expert)
         return out
 
-    def _damaged(self, problem: str, expert: int) -> DamageError:
-        return DamageError(problem, layer=self._layer, expert=expert, advice=DAMAGED_OR_PUBLISHED)
+    def _useless(self, problem: str, expert: int) -> ExpertError:
+        return ExpertError(problem, layer=self._layer, expert=expert, advice=DAMAGED_OR_PUBLISHED)
 
 
 class ExpertSum:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3 import kernels
-from k3.base.errors import DamageError, UnsupportedError
+from k3.base.errors import SourceError, UnsupportedError
 from k3.engine.forward.deferred import Deferred
 from k3.model.architecture import ModelConfig
 from k3.model.k3_tensors import REAL_DTYPES
@@ -53,12 +53,12 @@ class Matrix:
     def __call__(self, x: Array) -> Array:
         """x [S, columns] -> [S, rows]. A row of the result depends only on the same row of x.
 
-        DamageError for an input that is not finite, where the kernel has to notice.
+        SourceError for an input that is not finite, where the kernel has to notice.
         """
         try:
             return kernels.matmul(x, self.tensor, exact=self._exact)
         except kernels.NonFiniteError as error:
-            raise DamageError(
+            raise SourceError(
                 f"an input of the product is {error.value} (token {error.row} of the chunk)",
                 tensor=self.tensor.name,
                 advice=DAMAGED_OR_PUBLISHED,

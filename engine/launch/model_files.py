@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3.base.errors import ConfigError
+from k3.base.presence import is_file, is_there
 from k3.checkpoint.hf_cache import snapshot_directory
 from k3.container.reader import Container, unused_places
 from k3.engine.definition.settings import ModelSettings, SettingsError
@@ -63,7 +64,7 @@ class OpenedModel:
     def has_vocabulary(self) -> bool:
         """Whether the vocabulary's files are there."""
         paths = [self.source.text_file(name) for name in _VOCABULARY_FILES]
-        return all(path is not None and path.is_file() for path in paths)
+        return all(path is not None and is_file(path) for path in paths)
 
     def tokenizer(self) -> Tokenizer:
         """The model's vocabulary. ConfigError when its files are missing or do not fit."""
@@ -136,7 +137,7 @@ def _snapshot_layers(settings: ModelSettings) -> range | None:
         return None
     for path in settings.snapshot:
         config_path = snapshot_directory(path) / CONFIG_NAME
-        if config_path.exists():
+        if is_there(config_path):
             return _configured(ModelConfig.from_raw(load_config(config_path), config_path), settings).layers
     return parse_layers(settings.layers)  # there is no configuration; opening will say so
 

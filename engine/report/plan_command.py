@@ -15,6 +15,7 @@ from typing import Any
 from k3 import kernels
 from k3.base.cli_support import emit_json, format_size
 from k3.base.memory_limit import Limit, gb, memory_limits
+from k3.base.presence import is_there
 from k3.engine.definition.settings import RunSettings
 from k3.engine.definition.state_size import state_bytes
 from k3.engine.launch.given_prompt import checked_capacity
@@ -114,7 +115,7 @@ def make_plan(found: OpenedModel, settings: RunSettings, options: PlanOptions) -
 def _capacity(found: OpenedModel, settings: RunSettings) -> tuple[int, bool]:
     """Return the tokens of the context, and whether they are assumed."""
     path = settings.state
-    if settings.ids is None and settings.text is None and (path is None or not path.exists()):
+    if settings.ids is None and settings.text is None and (path is None or not is_there(path)):
         if settings.max_tokens is not None:
             prompt_tokens = max(0, settings.max_tokens - settings.generate)
             return checked_capacity(prompt_tokens, settings, found.config.max_positions), False

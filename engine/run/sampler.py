@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from k3.base.errors import DamageError
+from k3.base.errors import SourceError
 from k3.engine.definition.settings import SamplerOptions
 from k3.engine.forward.weights import DAMAGED_OR_PUBLISHED
 
@@ -28,7 +28,7 @@ class Sampler:
         self._random = np.random.Generator(bits)
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
-        """The next token for logits [vocab]. Ties go to the lowest id. DamageError if one is not finite."""
+        """The next token for logits [vocab]. Ties go to the lowest id. SourceError if one is not finite."""
         check_finite(logits)
         if self.options.temperature == 0:
             return int(np.argmax(logits))
@@ -55,11 +55,11 @@ def kept_shares(
 
 
 def check_finite(logits: npt.NDArray[np.float32]) -> None:
-    """DamageError naming the first token whose logit is not a finite number."""
+    """SourceError naming the first token whose logit is not a finite number."""
     finite = np.isfinite(logits)
     if not finite.all():
         token = int(np.argmin(finite))
-        raise DamageError(
+        raise SourceError(
             f"the logit of token {token} is {logits[token]}",
             advice=DAMAGED_OR_PUBLISHED,
         )

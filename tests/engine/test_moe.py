@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from k3.base.errors import DamageError, UnsupportedError
+from k3.base.errors import ExitCode, ExpertError, SourceError, UnsupportedError
 from k3.engine.forward.moe import ExpertSum, LatentMoe, Routing, expert_matrices, kept_experts
 from k3.model.keys import ExpertKey, ExpertLayout, ExpertPart
 from k3.store.local.memory_source import MemorySource
@@ -131,11 +131,12 @@ def test_a_reserved_scale_names_layer_and_expert(exact: bool) -> None:
 
     with (
         loaded(source, exact=exact, wrap=memory_source(damage)) as model,
-        pytest.raises(DamageError, match="255") as caught,
+        pytest.raises(ExpertError, match="255") as caught,
     ):
         all_logits(model, golden("tiny_s1")["input_ids"], 24)
     assert caught.value.layer == 2
     assert caught.value.expert is not None
+    assert caught.value.exit_code == ExitCode.SOURCE  # its bytes may be those that were published
 
 
 def test_an_output_that_is_not_finite_names_layer_and_expert() -> None:
@@ -149,7 +150,7 @@ def test_an_output_that_is_not_finite_names_layer_and_expert() -> None:
 
     with (
         loaded(source, wrap=memory_source(damage)) as model,
-        pytest.raises(DamageError, match="finite") as caught,
+        pytest.raises(ExpertError, match="finite") as caught,
     ):
         all_logits(model, golden("tiny_s1")["input_ids"], 24)
     assert (caught.value.layer, caught.value.expert) == (3, 9)
@@ -169,7 +170,7 @@ def test_a_router_that_is_not_finite_is_an_error() -> None:
         mlp = model.layers[2].mlp
         assert isinstance(mlp, LatentMoe)
         mlp.router._bias()[4] = np.nan
-        with pytest.raises(DamageError, match="expert 4") as caught:
+        with pytest.raises(SourceError, match="expert 4") as caught:
             all_logits(model, golden("tiny_s1")["input_ids"], 24)
     assert caught.value.layer == 2
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from k3.base.errors import DamageError
+from k3.base.errors import SourceError
 from k3.engine.definition.settings import SamplerOptions
 from k3.engine.run.sampler import Sampler, kept_shares
 
@@ -59,7 +59,7 @@ def test_a_high_temperature_flattens() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_an_error(value: float, temperature: float) -> None:
     logits = np.array([1, 2, value, 3], np.float32)
-    with pytest.raises(DamageError, match="token 2"):
+    with pytest.raises(SourceError, match="token 2"):
         Sampler(SamplerOptions(temperature)).choose(logits)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3.base.errors import DamageError, SourceError, UnsupportedError
+from k3.base.errors import SourceError, UnsupportedError
 from k3.checkpoint.read_ahead import ReadAhead
 from k3.engine.forward.deferred import Deferred
 from k3.engine.forward.weights import Matrix, Weights
@@ -158,6 +158,6 @@ def test_an_input_that_is_not_finite_names_the_tensor() -> None:
     matrix = Matrix(Deferred(lambda: tensor), exact=False)
     x = np.ones((2, 128), np.float32)
     x[1, 5] = np.inf
-    with pytest.raises(DamageError, match="token 1") as caught:
+    with pytest.raises(SourceError, match="token 1") as caught:
         matrix(x)
     assert caught.value.tensor == f"{PREFIX}lm_head.weight"
