@@ -20,7 +20,7 @@ from k3.base.direct_io import drive_error
 from k3.base.errno_advice import Operation
 from k3.base.errors import K3Error, ShardError
 
-READ_CHUNK_BYTES = 1 << 30
+READ_BYTES_MAX = 1 << 30
 """One system call never asks for more: some kernels return at most 2,147,479,552 bytes, others refuse."""
 
 _INCOMPLETE = "The download is incomplete or the file was cut: fetch it again"
@@ -56,7 +56,7 @@ class RegularFile:
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`. The `missing` error if the file ends early, DriveError on EIO."""
         try:
-            data = os.pread(self._descriptor, min(length, READ_CHUNK_BYTES), offset)
+            data = os.pread(self._descriptor, min(length, READ_BYTES_MAX), offset)
         except OSError as error:
             raise drive_error("cannot read", error, self.path, offset, operation=Operation.READ) from error
         if len(data) == length:
@@ -70,7 +70,7 @@ class RegularFile:
         done = 0
         while done < len(into):
             try:
-                got = os.preadv(self._descriptor, [into[done : done + READ_CHUNK_BYTES]], offset + done)
+                got = os.preadv(self._descriptor, [into[done : done + READ_BYTES_MAX]], offset + done)
             except OSError as error:
                 raise drive_error(
                     "cannot read", error, self.path, offset + done, operation=Operation.READ

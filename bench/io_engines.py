@@ -30,7 +30,7 @@ from k3.store.protocol.native import Io, NativeRing, NativeServer, ServerSetting
 from k3.store.protocol.ring_layout import Op
 
 EXPERT_BYTES = 17_547_264
-CHUNK_BYTES = 4 << 20
+READ_BYTES = 4 << 20
 WINDOW = 6  # experts asked for at once
 
 
@@ -143,16 +143,16 @@ def drive(ring: NativeRing, order: list[int]) -> None:
 def plain(path: Path, order: list[int], depth: int, meter: Meter) -> None:
     """Read all experts once with `depth` threads that do nothing else."""
     chunks = [
-        (expert * EXPERT_BYTES + at, min(CHUNK_BYTES, EXPERT_BYTES - at))
+        (expert * EXPERT_BYTES + at, min(READ_BYTES, EXPERT_BYTES - at))
         for expert in order
-        for at in range(0, EXPERT_BYTES, CHUNK_BYTES)
+        for at in range(0, EXPERT_BYTES, READ_BYTES)
     ]
     todo = iter(chunks)
     lock = threading.Lock()
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def work() -> None:
-        buffer = huge_buffer(CHUNK_BYTES)
+        buffer = huge_buffer(READ_BYTES)
         populate(buffer)
         begin.wait()
         while True:

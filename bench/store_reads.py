@@ -21,7 +21,7 @@ from k3.store.client.socket_link import Link
 from k3.store.protocol.native import NativeRing, NativeServer, ServerSettings, slot_bytes_for
 from k3.store.protocol.ring_layout import Op, Source, Status
 
-CHUNK_BYTES = 4 << 20
+READ_BYTES = 4 << 20
 DEPTH = 4
 WINDOW = 6  # experts asked for at once
 PAGE_BYTES = 4096
@@ -76,8 +76,8 @@ class RawLoop:
                     self._files[extent.path] = len(self._files)
                     lines.append(f"file {extent.path}")
                 root, file = self._roots[extent_root(self._container, extent)], self._files[extent.path]
-                for at in range(0, extent.stored_bytes, CHUNK_BYTES):
-                    nbytes = min(CHUNK_BYTES, extent.stored_bytes - at)
+                for at in range(0, extent.stored_bytes, READ_BYTES):
+                    nbytes = min(READ_BYTES, extent.stored_bytes - at)
                     lines.append(f"read {root} {file} {extent.offset + at} {nbytes}")
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -18,7 +18,7 @@ from k3.model.tensor_recipe import canonical_name, is_matrix, is_quantizable
 COUNT_MAX = 1 << 20
 """No model has more layers or experts; a larger number is a damaged config.json."""
 
-_CHUNK_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 
 
 def count(config: Mapping[str, Any], key: str, path: Path) -> int | None:
@@ -51,8 +51,8 @@ def check_padding(file: RegularFile, tensor: SourceTensor, config: Mapping[str, 
             offset=tensor.offset,
             advice="config.json or the shard belongs to another model",
         )
-    for offset in range(tensor.offset + tensor.nbytes // numbers * heads, tensor.end, _CHUNK_BYTES):
-        padding = file.read(offset, min(_CHUNK_BYTES, tensor.end - offset))
+    for offset in range(tensor.offset + tensor.nbytes // numbers * heads, tensor.end, _READ_BYTES):
+        padding = file.read(offset, min(_READ_BYTES, tensor.end - offset))
         if any(padding):
             raise SourceError(
                 f"the padding behind the {heads} heads is not zero",

@@ -23,7 +23,7 @@ from k3.base.free_space import free_bytes
 from k3.base.new_file import create_instead, path_of
 from k3.base.page_tree import Database, PageTree
 from k3.base.regular_file import read_small_file
-from k3.container.catalog_record import OFFSET_MAX, CatalogExtent, Record
+from k3.container.catalog_record import OFFSET_MAX, CatalogExtent, CatalogRecord
 from k3.container.layout import EXPERT_KEY, NUMBER_KEY, unpack_pieces
 from k3.container.manifest import DataFile
 from k3.model.keys import EXPERTS_MAX, Encoding, ExpertLayout, ExpertPart, tensor_bytes
@@ -263,10 +263,10 @@ class CatalogReader:
             raise ContainerError("expert lies beyond every file", path=self.path, layer=layer, expert=expert)
         return extents
 
-    def _numbered(self, database: bytes) -> Iterator[tuple[int, Record]]:
+    def _numbered(self, database: bytes) -> Iterator[tuple[int, CatalogRecord]]:
         """The records of a database whose keys are numbers."""
         for key, value in self._databases[database].items():
             what = f"catalog record {key.hex()[:80]} of {database.decode()}"
             if len(key) != NUMBER_KEY.size:
                 raise DamageError(f"{what} has a key of {len(key)} bytes", path=self.path)
-            yield NUMBER_KEY.unpack(key)[0], Record.parse(value, what, self.path)
+            yield NUMBER_KEY.unpack(key)[0], CatalogRecord.parse(value, what, self.path)

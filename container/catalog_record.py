@@ -50,7 +50,7 @@ class CatalogExtent:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class CatalogRecord:
     """One JSON object of a catalog. Every method gives a field, or raises DamageError naming the record and it."""
 
     fields: Mapping[str, Any]
@@ -58,9 +58,11 @@ class Record:
     path: Path
 
     @staticmethod
-    def parse(value: bytes, what: str, path: Path) -> Record:
+    def parse(value: bytes, what: str, path: Path) -> CatalogRecord:
         """The record in `value`; `what` names it in messages."""
-        return Record(parse_object(value, what=what, path=path, error=DamageError, advice=_RESTORE), what, path)
+        return CatalogRecord(
+            parse_object(value, what=what, path=path, error=DamageError, advice=_RESTORE), what, path
+        )
 
     def refuse(self, problem: str) -> DamageError:
         """The error for this record."""
@@ -105,19 +107,19 @@ class Record:
             raise self._odd(key, value)
         return tuple(value)
 
-    def list(self, key: str) -> list[Record]:
+    def list(self, key: str) -> list[CatalogRecord]:
         """Records inside this one."""
         value = self._get(key)
         if type(value) is not list or any(type(item) is not dict for item in value):
             raise self._odd(key, value)
-        return [Record(item, f"{self.what}: {key}", self.path) for item in value]
+        return [CatalogRecord(item, f"{self.what}: {key}", self.path) for item in value]
 
     def extent(self, key: str) -> CatalogExtent:
         """A run of bytes in a file, with its digest."""
         value = self._get(key)
         if type(value) is not dict:
             raise self._odd(key, value)
-        inner = Record(value, f"{self.what}: {key}", self.path)
+        inner = CatalogRecord(value, f"{self.what}: {key}", self.path)
         digest = inner.name("digest")
         if not _DIGEST.fullmatch(digest):
             raise inner._odd("digest", digest)

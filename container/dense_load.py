@@ -1,6 +1,6 @@
 """`DenseLoad`: the dense tensors of a container on their way into memory, each usable as soon as it is there.
 
-One region of huge pages holds them all. Reading threads fill it piece by piece in the order of use, past the page
+One region of huge pages holds them all. Reading threads fill it read by read in the order of use, past the page
 cache and straight to its place; one thread makes pages present ahead of them, since a direct read into untouched
 memory faults them in one by one; one thread follows and compares every extent with its digest. Only then is a
 tensor handed out, as a view: nothing is copied, and no byte is seen that was not checked. NumPy is imported by the
@@ -11,8 +11,8 @@ in the order of use, that fails again ends the load: its error is raised by ever
 
 `take` may be called from any thread, `close` from the one that made the load. Invariants, under the one lock:
 
-* A piece's pages are made present by exactly one thread, and are present before it is read.
-* A piece belongs to the thread that reads it until it has landed; from then on to the checking thread.
+* A read's pages are made present by exactly one thread, and are present before it is executed.
+* A read belongs to the thread that executes it until it has landed; from then on to the checking thread.
 * A tensor in `_ready`, by the number of its last extent, has been checked; nothing is ever written to it again.
 """
 
@@ -33,7 +33,7 @@ from k3.base.errors import DamageError, DriveError, K3Error
 from k3.base.huge_pages import HugePages, huge_pages
 from k3.base.page_buffers import huge_memory, populate
 from k3.container.catalog import CatalogTensor
-from k3.container.dense_plan import PIECE_BYTES, Placed, plan_dense
+from k3.container.dense_plan import READ_BYTES, PlacedExtent, plan_dense
 from k3.model.model_source import EncodedTensor
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DenseLoad:
         *,
         on_read: Callable[[str], None] | None = None,
         on_end: Callable[[], None] | None = None,
-        piece_bytes: int = PIECE_BYTES,
+        read_bytes_max: int = READ_BYTES,
         opener: OpenFile = open_file,
     ) -> None:
         """Begin to read `names`, in this order. Tells `on_read` of each tensor that was checked, and `on_end` of
@@ -87,16 +87,16 @@ class DenseLoad:
         """
         self._container = container
         self._entries = {name: container.tensor(name) for name in names}
-        self._plan = plan_dense([self._entries[name] for name in names], piece_bytes)
+        self._plan = plan_dense([self._entries[name] for name in names], read_bytes_max)
         self._region = huge_memory(self._plan.nbytes)
         self._on_read, self._on_end = on_read, on_end
         self._opener = opener
         self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)  # a piece landed, its pages are present, or all is over
+        self._arrived = threading.Condition(self._lock)  # a read landed, its pages are present, or all is over
         self._checked = threading.Condition(self._lock)  # a tensor can be taken, or all is over
-        pieces = len(self._plan.pieces)
-        self._pages = [_Pages.ABSENT] * pieces
-        self._landed: list[bool] = [False] * pieces
+        reads = len(self._plan.reads)
+        self._pages = [_Pages.ABSENT] * reads
+        self._landed: list[bool] = [False] * reads
         self._failed: dict[int, Exception] = {}
         self._next = 0
         self._ready: dict[str, int] = {}
@@ -172,26 +172,26 @@ class DenseLoad:
     # Pages
 
     def _populate_ahead(self) -> None:
-        for number in range(len(self._plan.pieces)):
+        for number in range(len(self._plan.reads)):
             try:
                 self._make_present(number, wait=False)
-            except Exception:  # the thread that reads this piece will meet it too, and report it
+            except Exception:  # the thread that executes this read will meet it too, and report it
                 return
             if self._stopped:
                 return
 
     def _make_present(self, number: int, *, wait: bool) -> None:
-        """Populate a piece's pages unless that was done, or (without `wait`) is being done, by another thread."""
+        """Populate a read's pages unless that was done, or (without `wait`) is being done, by another thread."""
         with self._lock:
             while self._pages[number] is _Pages.CLAIMED and wait:
                 self._arrived.wait()
             if self._pages[number] is not _Pages.ABSENT:
                 return
             self._pages[number] = _Pages.CLAIMED
-        piece = self._plan.pieces[number]
+        read = self._plan.reads[number]
         outcome = _Pages.ABSENT
         try:
-            populate(self._region[piece.start : piece.end])
+            populate(self._region[read.start : read.end])
             outcome = _Pages.PRESENT
         finally:
             with self._lock:
@@ -201,15 +201,15 @@ class DenseLoad:
     # Reading
 
     def _lane(self) -> None:
-        """Read pieces, in order, until there are none left. Errors go to the checking thread."""
+        """Execute the planned reads in order, until none is left. Errors go to the checking thread."""
         try:
-            while (number := self._take_piece()) is not None:
+            while (number := self._take_read()) is not None:
                 failure: Exception | None = None
                 try:
                     self._make_present(number, wait=True)
-                    piece = self._plan.pieces[number]
-                    file = self._file(piece.file)
-                    file.read(piece.offset, piece.nbytes, self._region[piece.start : piece.end])
+                    read = self._plan.reads[number]
+                    file = self._file(read.file)
+                    file.read(read.offset, read.nbytes, self._region[read.start : read.end])
                 except Exception as error:
                     failure = error
                 with self._lock:
@@ -220,9 +220,9 @@ class DenseLoad:
         finally:
             self._leave()
 
-    def _take_piece(self) -> int | None:
+    def _take_read(self) -> int | None:
         with self._lock:
-            if self._stopped or self._next == len(self._plan.pieces):
+            if self._stopped or self._next == len(self._plan.reads):
                 return None
             self._next += 1
             return self._next - 1
@@ -267,20 +267,20 @@ class DenseLoad:
             self._failure = failure
         self._stop()
 
-    def _check(self, placed: Placed, number: int) -> int:
-        """Compare an extent that begins in piece `number` with its digest, waiting for the pieces it lies in.
+    def _check(self, placed: PlacedExtent, number: int) -> int:
+        """Compare an extent that begins in read `number` with its digest, waiting for the reads it lies in.
 
-        Returns the piece where the next extent begins.
+        Returns the read where the next extent begins.
         """
         hasher = checksum.Hasher()
         position = placed.start
         while position < placed.end:
-            self._await_piece(number, placed)
-            piece = self._plan.pieces[number]
-            stop = min(piece.end, placed.end)
+            self._await_read(number, placed)
+            read = self._plan.reads[number]
+            stop = min(read.end, placed.end)
             hasher.update(self._region[position:stop])
             position = stop
-            if stop == piece.end:
+            if stop == read.end:
                 number += 1
         if hasher.digest() != placed.extent.digest:
             extent = placed.extent
@@ -293,8 +293,8 @@ class DenseLoad:
                 )  # fmt: skip
         return number
 
-    def _await_piece(self, number: int, placed: Placed) -> None:
-        """Return when a piece has landed, read by a lane or at the second try."""
+    def _await_read(self, number: int, placed: PlacedExtent) -> None:
+        """Return when a read has landed, at the first or the second try."""
         with self._lock:
             while not self._landed[number] and not self._stopped:
                 self._arrived.wait()
@@ -302,12 +302,12 @@ class DenseLoad:
                 raise _StoppedError
             failure = self._failed.pop(number, None)
         if isinstance(failure, DriveError):
-            piece = self._plan.pieces[number]
-            self._read_again(placed, piece.offset, piece.start, piece.nbytes)
+            read = self._plan.reads[number]
+            self._read_again(placed, read.offset, read.start, read.nbytes)
         elif failure is not None:
             raise failure
 
-    def _read_again(self, placed: Placed, offset: int, start: int, nbytes: int) -> None:
+    def _read_again(self, placed: PlacedExtent, offset: int, start: int, nbytes: int) -> None:
         """The second try, through a descriptor of its own. DriveError names the tensor that was waited for."""
         try:
             with self._opener(self._container.file_path(placed.extent.file), True) as file:
@@ -338,7 +338,7 @@ class DenseLoad:
             weights, scales = (self._view(self._plan.extents[at]) for at in (place - 1, place))
         return encoded_tensor(name, entry.encoding, entry.dtype, entry.shape, weights, scales)
 
-    def _view(self, placed: Placed) -> Bytes:
+    def _view(self, placed: PlacedExtent) -> Bytes:
         import numpy as np
 
         payload = self._region[placed.start : placed.start + placed.extent.payload_bytes]
@@ -353,4 +353,4 @@ class DenseLoad:
 
 
 class _StoppedError(Exception):
-    """The load was closed; the checking thread goes home."""
+    """The load was closed; the checking thread returns."""

@@ -15,12 +15,12 @@ from k3.base.pages import PAGE_BYTES
 from k3.container.catalog import CatalogTensor
 from k3.container.catalog_record import CatalogExtent
 
-PIECE_BYTES = 8 << 20
+READ_BYTES = 8 << 20
 """Most bytes of one read: long enough for a drive's full rate, short enough for its last bytes not to wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedExtent:
     """One extent of a tensor, and its place in the region."""
 
     tensor: str
@@ -34,7 +34,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DenseRead:
     """One read: `nbytes` from `offset` of data file `file` to `start` in the region. Whole pages."""
 
     file: int
@@ -50,27 +50,27 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """`extents` and `pieces` each cover the region of `nbytes` from end to end, ascending."""
+    """`extents` and `reads` each cover the region of `nbytes` from end to end, ascending."""
 
     nbytes: int
-    extents: tuple[Placed, ...]
-    pieces: tuple[Piece, ...]
+    extents: tuple[PlacedExtent, ...]
+    reads: tuple[DenseRead, ...]
 
 
-def plan_dense(tensors: Sequence[CatalogTensor], piece_bytes: int = PIECE_BYTES) -> DensePlan:
+def plan_dense(tensors: Sequence[CatalogTensor], read_bytes_max: int = READ_BYTES) -> DensePlan:
     """The region and the reads for these tensors. UnsupportedError for one that does not lie on whole pages."""
-    assert piece_bytes % PAGE_BYTES == 0
+    assert read_bytes_max % PAGE_BYTES == 0
     extents = tuple(_placed(tensors))
-    pieces = []
+    reads = []
     for run in _runs(extents):
         first = run[0]
-        for done in range(0, run[-1].end - first.start, piece_bytes):
-            nbytes = min(piece_bytes, run[-1].end - first.start - done)
-            pieces.append(Piece(first.extent.file, first.extent.offset + done, first.start + done, nbytes))
-    return DensePlan(extents[-1].end if extents else 0, extents, tuple(pieces))
+        for done in range(0, run[-1].end - first.start, read_bytes_max):
+            nbytes = min(read_bytes_max, run[-1].end - first.start - done)
+            reads.append(DenseRead(first.extent.file, first.extent.offset + done, first.start + done, nbytes))
+    return DensePlan(extents[-1].end if extents else 0, extents, tuple(reads))
 
 
-def _placed(tensors: Sequence[CatalogTensor]) -> Iterator[Placed]:
+def _placed(tensors: Sequence[CatalogTensor]) -> Iterator[PlacedExtent]:
     end = 0
     for tensor in tensors:
         for extent in (tensor.weights, tensor.scales):
@@ -80,13 +80,13 @@ def _placed(tensors: Sequence[CatalogTensor]) -> Iterator[Placed]:
                 raise UnsupportedError(
                     "a dense tensor does not lie on whole pages", tensor=tensor.name, offset=extent.offset
                 )
-            yield Placed(tensor.name, extent, end)
+            yield PlacedExtent(tensor.name, extent, end)
             end += extent.stored_bytes
 
 
-def _runs(extents: Sequence[Placed]) -> list[list[Placed]]:
+def _runs(extents: Sequence[PlacedExtent]) -> list[list[PlacedExtent]]:
     """Extents grouped as far as they lie one after the other in a file."""
-    runs: list[list[Placed]] = []
+    runs: list[list[PlacedExtent]] = []
     for placed in extents:
         last = runs[-1][-1].extent if runs else None
         extent = placed.extent

@@ -38,7 +38,7 @@ assert PAGE_BYTES == 4096, "format version 1 has pages of 4096 bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ExpertPiece:
     """One root's part of an expert, relative to the expert's payload: pages [first_page, end_page)."""
 
     root: int
@@ -52,7 +52,7 @@ def expert_file_name(layer: int) -> str:
     return f"{EXPERTS_DIRECTORY}/layer-{layer:05d}.safetensors"
 
 
-def cut_expert(payload_bytes: int, shares: Sequence[int]) -> tuple[Piece, ...]:
+def cut_expert(payload_bytes: int, shares: Sequence[int]) -> tuple[ExpertPiece, ...]:
     """The pieces of an expert over roots with these shares; roots with an empty part have none."""
     total_share = sum(shares)
     assert total_share > 0
@@ -66,7 +66,7 @@ def cut_expert(payload_bytes: int, shares: Sequence[int]) -> tuple[Piece, ...]:
         if end_page > start_page:
             offset = start_page * PAGE_BYTES
             stored = (end_page - start_page) * PAGE_BYTES
-            pieces.append(Piece(root, offset, min(stored, payload_bytes - offset), stored))
+            pieces.append(ExpertPiece(root, offset, min(stored, payload_bytes - offset), stored))
         start_page = end_page
     return tuple(pieces)
 
@@ -103,7 +103,7 @@ class FileLayout:
         self.size_bytes = base + position
 
 
-def expert_file_layout(layout: ExpertLayout, experts: int, pieces: Sequence[Piece], root: int) -> FileLayout:
+def expert_file_layout(layout: ExpertLayout, experts: int, pieces: Sequence[ExpertPiece], root: int) -> FileLayout:
     """One root's file of one layer: an extent per expert, in ascending id.
 
     `pieces` is `cut_expert` of the layer's payload. With a single piece the tensors keep their source names.

@@ -34,9 +34,9 @@ from k3.repack.assemble import EXPERT_BUFFERS, Assembler
 from k3.repack.buffers import BufferPool
 from k3.repack.comparison import (
     Cause,
+    ComparedUnit,
     Comparison,
     Difference,
-    Unit,
     expert_unit,
     required_shards,
     required_units,
@@ -74,7 +74,9 @@ class CompareDestination:
         self._rendered = container.manifest.render()
         self._tally = Tally(required_units(plan, self._small_sizes()))
         self._shards = Tally(required_shards(container.manifest, plan.snapshot.shards))
-        self._told: set[Unit | str] = set()  # open units, and names of shards, of which a difference says why
+        self._told: set[ComparedUnit | str] = (
+            set()
+        )  # open units, and names of shards, of which a difference says why
 
     # -- Destination
 
@@ -117,7 +119,7 @@ class CompareDestination:
         self, tensor: PlannedTensor, span: Span, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
     ) -> None:
         """Compare whole pages of the dense blob."""
-        unit = Unit("tensor", tensor.position, part=tensor_spans(tensor).index(span))
+        unit = ComparedUnit("tensor", tensor.position, part=tensor_spans(tensor).index(span))
 
         def work() -> None:
             try:
@@ -131,11 +133,11 @@ class CompareDestination:
         """A fresh quantization's digests must be the catalog's."""
         name = tensor.source.name
         path = self._container.file_path(0)
-        entry_unit = Unit("entry", tensor.position)
+        entry_unit = ComparedUnit("entry", tensor.position)
         planned = tensor_spans(tensor)
         for part, span in enumerate(planned):
             if not span.stored_bytes:  # a tensor without elements: no block will come
-                self._tally.settle(Unit("tensor", tensor.position, part=part))
+                self._tally.settle(ComparedUnit("tensor", tensor.position, part=part))
         try:
             entry = self._container.tensor(name)
         except KeyError:
@@ -181,7 +183,7 @@ class CompareDestination:
         span = Span(number, 0, len(expected), len(expected))
         for start in range(0, len(expected), self._buffers.nbytes):
             block = expected[start : start + self._buffers.nbytes]
-            self._range(Unit("header", number), span, start, block, None, None, None)
+            self._range(ComparedUnit("header", number), span, start, block, None, None, None)
 
     def small_files(self) -> None:
         """Compare text files with the source's; manifest, catalog and root files with what they must be."""
@@ -193,7 +195,7 @@ class CompareDestination:
             expected = self._plan.snapshot.text_bytes(small.path)
             if expected is None:
                 path = home / small.path
-                self._differ(Unit("small", name=str(path)), "file is not in the source", path, None, None)
+                self._differ(ComparedUnit("small", name=str(path)), "file is not in the source", path, None, None)
                 continue
             self._small(home / small.path, small.digest, expected)
         for located in self._container.roots:
@@ -210,11 +212,11 @@ class CompareDestination:
                 problem = "the container was made from this shard, which the source does not have"
                 self._differ(name, problem, Path(name), None, None)
 
-    def ledgers(self) -> tuple[Ledger[Unit], Ledger[str]]:
+    def ledgers(self) -> tuple[Ledger[ComparedUnit], Ledger[str]]:
         """What was compared so far of the container and of the source's shards."""
         return self._tally.ledger(), self._shards.ledger()
 
-    def _not_compared(self, unit: Unit) -> None:
+    def _not_compared(self, unit: ComparedUnit) -> None:
         path, key, name = self._container.home, None, None
         problem = "was not compared"
         if unit.kind == "header":
@@ -245,7 +247,7 @@ class CompareDestination:
 
     def _small(self, path: Path, digest: str, expected: bytes | None) -> None:
         """Read a small file back from the drive, whole, and compare it."""
-        unit = Unit("small", name=str(path))
+        unit = ComparedUnit("small", name=str(path))
         try:
             with self._open(path) as file:
                 buffer = aligned_buffer(span_bytes(0, file.size_bytes))
@@ -287,7 +289,7 @@ class CompareDestination:
 
     def _range(
         self,
-        unit: Unit,
+        unit: ComparedUnit,
         span: Span,
         offset: int,
         expected: Bytes,
@@ -348,7 +350,7 @@ class CompareDestination:
         return file
 
     def _unreadable(
-        self, unit: Unit, error: DriveError, path: Path, key: ExpertKey | None, name: str | None
+        self, unit: ComparedUnit, error: DriveError, path: Path, key: ExpertKey | None, name: str | None
     ) -> None:
         """Record that something could not be compared: the file, its root, or the drive does not give it."""
         cause = Cause.UNREADABLE
@@ -362,7 +364,7 @@ class CompareDestination:
 
     def _differ(
         self,
-        unit: Unit | str,
+        unit: ComparedUnit | str,
         problem: str,
         path: Path,
         offset: int | None,

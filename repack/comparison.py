@@ -21,7 +21,7 @@ from k3.model.keys import ExpertKey
 from k3.repack.plan import Plan, PlannedTensor, Span
 
 
-class Unit(NamedTuple):
+class ComparedUnit(NamedTuple):
     """One thing that a comparison has to prove.
 
     `number` is a file's (header), a layer (expert), or a tensor's position (tensor, entry); `name` is a small
@@ -35,10 +35,10 @@ class Unit(NamedTuple):
     name: str = ""
 
 
-def required_units(plan: Plan, small_files: Mapping[str, int]) -> dict[Unit, int]:
+def required_units(plan: Plan, small_files: Mapping[str, int]) -> dict[ComparedUnit, int]:
     """Bytes of every unit of the container that a plan describes. `small_files` has sizes by path."""
     units = {
-        Unit("header", number): file.header_bytes
+        ComparedUnit("header", number): file.header_bytes
         for number, file in enumerate(plan.files)
         if file.kind != "source"
     }
@@ -46,16 +46,16 @@ def required_units(plan: Plan, small_files: Mapping[str, int]) -> dict[Unit, int
         for part, span in enumerate(plan.expert_spans(key)):
             units[expert_unit(key, part)] = span.stored_bytes
     for tensor in plan.tensors:
-        units[Unit("entry", tensor.position)] = 0
+        units[ComparedUnit("entry", tensor.position)] = 0
         for part, span in enumerate(tensor_spans(tensor)):
-            units[Unit("tensor", tensor.position, part=part)] = span.stored_bytes
-    units.update({Unit("small", name=name): nbytes for name, nbytes in small_files.items()})
+            units[ComparedUnit("tensor", tensor.position, part=part)] = span.stored_bytes
+    units.update({ComparedUnit("small", name=name): nbytes for name, nbytes in small_files.items()})
     return units
 
 
-def expert_unit(key: ExpertKey, part: int) -> Unit:
+def expert_unit(key: ExpertKey, part: int) -> ComparedUnit:
     """The unit of an expert's piece number `part`."""
-    return Unit("expert", key.layer, key.expert, part)
+    return ComparedUnit("expert", key.layer, key.expert, part)
 
 
 def tensor_spans(tensor: PlannedTensor) -> tuple[Span, ...]:
@@ -131,7 +131,7 @@ class Comparison:
     directories that could not be read past the page cache, `huge_pages` what the buffers got.
     """
 
-    ledger: Ledger[Unit]
+    ledger: Ledger[ComparedUnit]
     shards: Ledger[str]
     experts: int
     tensors: int

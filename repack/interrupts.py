@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-TURN_S = 0.2
+POLL_S = 0.2
 """Longest that an interrupt is held while a result is waited for."""
 
 
@@ -52,7 +52,7 @@ def result(future: Future[T]) -> T:
     while True:
         with _held():
             try:
-                return future.result(TURN_S)
+                return future.result(POLL_S)
             except StillRunning:
                 if future.done():  # it is what the work itself raised, or the work is done just now
                     return future.result()

@@ -17,8 +17,8 @@ from k3.container.layout import (
     DENSE_NAME,
     PAD_PREFIX,
     SCALES_SUFFIX,
+    ExpertPiece,
     FileLayout,
-    Piece,
     Tensor,
     cut_expert,
     expert_file_layout,
@@ -78,7 +78,7 @@ class PlannedLayer:
     layer: int
     experts: int
     layout: ExpertLayout
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ExpertPiece, ...]
     files: tuple[int, ...]
     header_bytes: tuple[int, ...]
 

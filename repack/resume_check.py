@@ -19,7 +19,7 @@ from k3.repack.buffers import BufferPool
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan, Span
 
-CHUNK_BYTES = 16 << 20
+READ_BYTES = 16 << 20
 READERS = 3
 
 
@@ -57,7 +57,7 @@ def recheck(
     bad_tensors: list[int] = []
     good = checked_bytes = 0
     pool = ThreadPoolExecutor(READERS, "recheck")
-    buffers = BufferPool(READERS, CHUNK_BYTES)
+    buffers = BufferPool(READERS, READ_BYTES)
     try:
 
         def check(unit: tuple[ExpertKey | int, tuple[Span, ...], tuple[bytes, ...]]) -> bool:
@@ -106,8 +106,8 @@ def _span_digest(path: Path, span: Span, buffers: BufferPool, direct: bool) -> b
     buffer = buffers.take()
     try:
         with ReadFile(path, direct=direct) as file:
-            for start in range(0, span.stored_bytes, CHUNK_BYTES):
-                length = min(CHUNK_BYTES, span.stored_bytes - start)
+            for start in range(0, span.stored_bytes, READ_BYTES):
+                length = min(READ_BYTES, span.stored_bytes - start)
                 hasher.update(file.read(span.offset + start, length, buffer).data)
     except DriveError as error:
         cause = error.__cause__

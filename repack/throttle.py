@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-TURN_S = 0.2
+SLEEP_MAX_S = 0.2
 """Longest sleep in one go. A signal that comes just before a sleep begins does not shorten it, and a block can be
 due after minutes: Ctrl-C waits for the turn at most."""
 
@@ -26,4 +26,4 @@ class Throttle:
             now = time.monotonic()
             self._free_at = due = max(now, self._free_at) + nbytes / self.bytes_per_s
         while (wait_s := due - time.monotonic()) > 0:
-            time.sleep(min(wait_s, TURN_S))
+            time.sleep(min(wait_s, SLEEP_MAX_S))

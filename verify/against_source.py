@@ -20,7 +20,7 @@ from k3.container.reader import Container
 from k3.model.kinds import MANIFEST_NAME
 from k3.model.tensor_recipe import Recipe
 from k3.repack.compare import compare_with_source
-from k3.repack.comparison import Cause, Unit
+from k3.repack.comparison import Cause, ComparedUnit
 from k3.repack.plan import Plan
 from k3.verify.finding import Finding, Kind
 
@@ -35,7 +35,7 @@ class SourceCheck:
     `ledger` has the container's bytes, `shards` the source's.
     """
 
-    ledger: Ledger[Unit]
+    ledger: Ledger[ComparedUnit]
     shards: Ledger[str]
     findings: list[Finding] = field(default_factory=list)
     differences: int = 0

@@ -34,7 +34,7 @@ from k3.verify.structure import Structure
 from k3.verify.target import Target
 from k3.verify.verdict import Unit, unexplained
 
-CHUNK_BYTES = 16 << 20
+READ_BYTES = 16 << 20
 """Most bytes asked of a drive at once."""
 
 THREADS_PER_ROOT = 3
@@ -79,12 +79,12 @@ def check_bytes(
 
 
 def runs(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Targets in file order, cut into what is read at once: neighbours up to CHUNK_BYTES, or a single one."""
+    """Targets in file order, cut into what is read at once: neighbours up to READ_BYTES, or a single one."""
     run: list[Target] = []
     for target in targets:
         if run:
             adjoins = target.file == run[-1].file and target.offset == run[-1].end
-            if not adjoins or target.end - run[0].offset > CHUNK_BYTES:
+            if not adjoins or target.end - run[0].offset > READ_BYTES:
                 yield run
                 run = []
         run.append(target)
@@ -171,7 +171,7 @@ class _Check:
     def _work(self, work: Iterator[list[Target]]) -> None:
         """One thread of one root: take the next run, until there is none. Keeps one file open."""
         try:
-            buffer = huge_buffer(CHUNK_BYTES + 2 * PAGE_BYTES)
+            buffer = huge_buffer(READ_BYTES + 2 * PAGE_BYTES)
         except (OSError, MemoryError) as error:
             self._trouble = DriveError(f"the system gave no memory to read into: {error}")
             return
@@ -308,10 +308,10 @@ class _Check:
 
     def _digest(self, file: ReadFile, target: Target, buffer: Bytes) -> bytes:
         hasher = checksum.Hasher()
-        for offset in range(target.offset, target.end, CHUNK_BYTES):
+        for offset in range(target.offset, target.end, READ_BYTES):
             if self._stop.is_set():
                 break
-            hasher.update(file.read(offset, min(CHUNK_BYTES, target.end - offset), buffer).data)
+            hasher.update(file.read(offset, min(READ_BYTES, target.end - offset), buffer).data)
         return bytes(hasher.digest())
 
     def _finding(self, kind: Kind, problem: str, file: ReadFile, target: Target) -> Finding:

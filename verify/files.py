@@ -24,7 +24,7 @@ from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from k3.verify.finding import Finding, Kind, finding_of
 
 RESTORE = "Restore it from a copy, or repack"
-_CHUNK_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def check_small_file(path: Path, digest: str, nbytes: int | None, *, root: int) 
         if not stat.S_ISREG(path.stat().st_mode):
             return Checked([Finding(Kind.MISSING, "not a file", str(path), root=root, advice=RESTORE)])
         with open(path, "rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                hasher.update(chunk)
+            while data := file.read(_READ_BYTES):
+                hasher.update(data)
     except NOT_THERE:
         return Checked([Finding(Kind.MISSING, "file is missing", str(path), root=root, advice=RESTORE)])
     except OSError as error:

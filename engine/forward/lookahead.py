@@ -6,9 +6,9 @@ The experts that the router would choose are mostly those that it will choose, s
 the drive would be idle. A guess changes no result; it is cancelled when the layer has asked for its experts.
 
 A guess that is still being read when the layer asks holds up what was asked for as long as a right one would have
-spared. So it pays to name an expert whose chance is a half or more, and `Record` keeps count of what the chances
-were: experts further down a ranking, and guesses made further ahead, are right less often. Where nothing can be
-predicted, nothing is read ahead. One thread.
+spared. So it pays to name an expert whose chance is a half or more, and `HitRecord` keeps count of what the
+chances were: experts further down a ranking, and guesses made further ahead, are right less often. Where nothing
+can be predicted, nothing is read ahead. One thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEMORY_GUESSES = 64
 """Guesses after which those before count for half: routing changes with what a text is about."""
 
 
-class Record:
+class HitRecord:
     """How often the experts at each place of a ranking were right, for guesses of one kind."""
 
     def __init__(self, places: int) -> None:
@@ -75,8 +75,8 @@ class LookAhead(PassObserver):
         self._layers = layers
         self._at: tuple[Sequence[Array], Array] | None = None  # blocks and stream before the MLP at hand
         self._cancel: Callable[[], None] = _no_cancel
-        self._records: dict[tuple[int, bool], Record] = {}  # by steps ahead, and whether it is for one token
-        self._open: list[tuple[int, Record, Sequence[int]]] = []  # guesses, each with the layer that is to ask
+        self._records: dict[tuple[int, bool], HitRecord] = {}  # by steps ahead, and whether it is for one token
+        self._open: list[tuple[int, HitRecord, Sequence[int]]] = []  # guesses, each with the layer that is to ask
         self._named: Sequence[int] | None = None
         self.last: Sequence[int] | None = None  # what was named last before the latest request
 
@@ -107,7 +107,7 @@ class LookAhead(PassObserver):
         """Hint at the experts that `choice` [S, experts], the router's scores as they look now, would choose in
         a layer that is `steps` half layers (attentions and MLPs) away."""
         ranking = self.likeliest(layer, choice)
-        record = self._records.setdefault((steps, len(choice) == 1), Record(self._most))
+        record = self._records.setdefault((steps, len(choice) == 1), HitRecord(self._most))
         self._open.append((layer, record, ranking))
         self._named = ranking[: record.worth(len(ranking))]
         earlier, self._cancel = self._cancel, self._experts.prefetch(layer, self._named)

@@ -53,13 +53,13 @@ def same(found: Any, wanted: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("piece_bytes", [PAGE_BYTES, 3 * PAGE_BYTES, 8 << 20])
+@pytest.mark.parametrize("read_bytes_max", [PAGE_BYTES, 3 * PAGE_BYTES, 8 << 20])
 @pytest.mark.parametrize("names", [NAMES, NAMES[::-1], NAMES[1::2], []], ids=["all", "backwards", "some", "none"])
 def test_tensors_are_those_that_are_read_one_by_one(
-    container: Container, names: list[str], piece_bytes: int
+    container: Container, names: list[str], read_bytes_max: int
 ) -> None:
     told: list[str] = []
-    with DenseLoad(container, names, piece_bytes=piece_bytes, on_read=told.append) as load:
+    with DenseLoad(container, names, read_bytes_max=read_bytes_max, on_read=told.append) as load:
         for name in names[::-1]:  # in another order than they are read
             tensor = load.take(name)
             assert same(tensor, container.read_tensor(name))
@@ -71,14 +71,14 @@ def test_tensors_are_those_that_are_read_one_by_one(
 def test_noise_of_the_drive_changes_nothing(container: Container) -> None:
     for seed in range(10):
         drive = DriveFaults(noise=0.5, seed=seed)
-        with DenseLoad(container, NAMES, piece_bytes=PAGE_BYTES, opener=drive.open) as load:
+        with DenseLoad(container, NAMES, read_bytes_max=PAGE_BYTES, opener=drive.open) as load:
             assert all(same(load.take(name), container.read_tensor(name)) for name in NAMES), f"{seed=}"
 
 
 def test_a_tensor_can_be_taken_while_later_ones_are_read(built: Built, container: Container) -> None:
     path, offset, _ = place(built, NAMES[-1])
     drive = DriveFaults([Fault("stall", path, offset)])
-    with DenseLoad(container, NAMES, piece_bytes=PAGE_BYTES, opener=drive.open) as load:
+    with DenseLoad(container, NAMES, read_bytes_max=PAGE_BYTES, opener=drive.open) as load:
         for name in NAMES[:-1]:
             assert same(load.take(name), container.read_tensor(name))
         late: list[Any] = []
@@ -98,7 +98,7 @@ def test_a_tensor_can_be_taken_while_later_ones_are_read(built: Built, container
 def test_one_fault_is_mended_and_counted(built: Built, container: Container, kind: Any, name: str) -> None:
     path, offset, _ = place(built, name)
     drive = DriveFaults([Fault(kind, path, offset)])
-    with DenseLoad(container, NAMES, piece_bytes=PAGE_BYTES, opener=drive.open) as load:
+    with DenseLoad(container, NAMES, read_bytes_max=PAGE_BYTES, opener=drive.open) as load:
         assert all(same(load.take(item), container.read_tensor(item)) for item in NAMES)
     assert load.retries == 1
 
@@ -123,7 +123,7 @@ def test_the_first_in_the_order_of_use_is_reported(built: Built, container: Cont
     bad = [place(built, NAMES[index]) for index in (3, 1)]
     drive = DriveFaults([Fault("eio", path, offset, times=9) for path, offset, _ in bad])
     with (
-        DenseLoad(container, NAMES, piece_bytes=PAGE_BYTES, opener=drive.open) as load,
+        DenseLoad(container, NAMES, read_bytes_max=PAGE_BYTES, opener=drive.open) as load,
         pytest.raises(DriveError, match="Input/output error") as caught,
     ):
         load.take(NAMES[4])
@@ -203,7 +203,7 @@ def test_the_end_is_told_once_before_the_last_tensor(container: Container, late:
 def test_closing_ends_waiting_and_reading(built: Built, container: Container) -> None:
     path, offset, _ = place(built, NAMES[0])
     drive = DriveFaults([Fault("stall", path, offset)])
-    load = DenseLoad(container, NAMES, piece_bytes=PAGE_BYTES, opener=drive.open)
+    load = DenseLoad(container, NAMES, read_bytes_max=PAGE_BYTES, opener=drive.open)
     failures: list[BaseException] = []
 
     def wait() -> None:

@@ -37,19 +37,19 @@ def tensors(draw: st.DrawFn) -> list[CatalogTensor]:
 
 
 @given(tensors(), st.integers(1, 9).map(lambda pages: pages * PAGE_BYTES))
-def test_every_byte_is_read_once_to_its_place(given_tensors: list[CatalogTensor], piece_bytes: int) -> None:
-    plan = plan_dense(given_tensors, piece_bytes)
+def test_every_byte_is_read_once_to_its_place(given_tensors: list[CatalogTensor], read_bytes_max: int) -> None:
+    plan = plan_dense(given_tensors, read_bytes_max)
     wanted = [extent for item in given_tensors for extent in (item.weights, item.scales) if extent is not None]
     assert [placed.extent for placed in plan.extents] == wanted
-    for parts in (plan.extents, plan.pieces):
+    for parts in (plan.extents, plan.reads):
         ends = [part.end for part in parts]
         assert [part.start for part in parts] == [0, *ends[:-1]][: len(ends)]
         assert (ends[-1] if ends else 0) == plan.nbytes
-    assert all(0 < piece.nbytes <= piece_bytes for piece in plan.pieces)
+    assert all(0 < read.nbytes <= read_bytes_max for read in plan.reads)
     source = {  # page of the region -> page of a file
-        (piece.start + at) // PAGE_BYTES: (piece.file, piece.offset + at)
-        for piece in plan.pieces
-        for at in range(0, piece.nbytes, PAGE_BYTES)
+        (read.start + at) // PAGE_BYTES: (read.file, read.offset + at)
+        for read in plan.reads
+        for at in range(0, read.nbytes, PAGE_BYTES)
     }
     for placed in plan.extents:
         for at in range(0, placed.extent.stored_bytes, PAGE_BYTES):
@@ -58,7 +58,7 @@ def test_every_byte_is_read_once_to_its_place(given_tensors: list[CatalogTensor]
 
 def test_neighbours_are_read_together() -> None:
     plan = plan_dense([tensor("a", [(0, 4096, 8192), (0, 12288, 4096)]), tensor("b", [(0, 16384, 4096)])], 1 << 20)
-    assert [(piece.offset, piece.nbytes) for piece in plan.pieces] == [(4096, 16384)]
+    assert [(read.offset, read.nbytes) for read in plan.reads] == [(4096, 16384)]
 
 
 @pytest.mark.parametrize("extent", [(0, 100, 4096), (0, 4096, 100)])

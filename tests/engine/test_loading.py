@@ -121,7 +121,7 @@ def test_a_slow_and_noisy_drive_changes_no_bit(container: Container, whole: Arra
     drive = DriveFaults(noise=0.3, seed=seed)
     experts = FileSource(container, threads=2)
     try:
-        with DenseLoad(container, names, piece_bytes=PAGE_BYTES, opener=drive.open) as loading:
+        with DenseLoad(container, names, read_bytes_max=PAGE_BYTES, opener=drive.open) as loading:
             model = Model(container, config_of(container), experts, ModelOptions(), loading)
             assert all_logits(model, IDS, 9).tobytes() == whole.tobytes()
             assert loading.ended_s is not None

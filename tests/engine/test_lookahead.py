@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from k3.base.huge_pages import HugePages
 from k3.engine.definition.model_options import ModelOptions
-from k3.engine.forward.lookahead import PAYING_CHANCE, LookAhead, Record
+from k3.engine.forward.lookahead import PAYING_CHANCE, HitRecord, LookAhead
 from k3.engine.forward.model import Model
 from k3.engine.run.session import Session
 from k3.model.architecture import ModelConfig
@@ -155,7 +155,7 @@ def test_a_guess_that_nobody_came_for_is_not_held_against_another_layer() -> Non
 
 @given(st.lists(st.tuples(st.permutations(range(6)), st.sets(st.integers(0, 5))), max_size=300))
 def test_a_record_keeps_shares(guesses: list[tuple[list[int], set[int]]]) -> None:
-    record = Record(6)
+    record = HitRecord(6)
     for ranking, wanted in guesses:
         record.add(ranking, wanted)
         assert ((record.chances >= 0) & (record.chances <= 1)).all()
@@ -166,7 +166,7 @@ def test_a_record_keeps_shares(guesses: list[tuple[list[int], set[int]]]) -> Non
 
 
 def test_places_that_a_ranking_seldom_reaches_keep_what_is_known_of_them() -> None:
-    record = Record(4)
+    record = HitRecord(4)
     for _ in range(3000):  # far more than it takes to halve a number away
         record.add([0, 1], {0})
     assert record.chances.tolist() == [1, record.chances[1], 1, 1]

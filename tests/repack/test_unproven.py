@@ -27,7 +27,7 @@ from k3.repack import durable
 from k3.repack import run as run_module
 from k3.repack.cli import main
 from k3.repack.compare import compare_with_source
-from k3.repack.comparison import EXIT_CODES, Cause, Comparison, Difference, Unit, required_units
+from k3.repack.comparison import EXIT_CODES, Cause, ComparedUnit, Comparison, Difference, required_units
 from k3.repack.durable import durable_units, refuse_unfinished
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord
@@ -72,7 +72,7 @@ def test_equal_needs_every_unit_and_every_shard(
 ) -> None:
     proven = data.draw(st.sets(st.sampled_from(sorted(units)))) if units else set()
     hashed = data.draw(st.sets(st.sampled_from(sorted(shards)))) if shards else set()
-    required = {Unit("header", number): nbytes for number, nbytes in units.items()}
+    required = {ComparedUnit("header", number): nbytes for number, nbytes in units.items()}
     comparison = Comparison(
         ledger=Ledger(required, {u: n for u, n in required.items() if u.number in proven}),
         shards=Ledger(shards, {name: shards[name] for name in hashed}),

@@ -116,7 +116,7 @@ def test_only_what_was_chosen_is_read(built: Built) -> None:
 
 
 def test_large_extents_are_read_in_chunks(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bytes_module, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(bytes_module, "READ_BYTES", 8192)
     assert check(built).findings == []
     path, extent = built.piece(1, 2)
     flip(path, extent.offset + extent.stored_bytes - 1)
@@ -218,11 +218,11 @@ def test_runs_hold_every_target_once_and_only_neighbours(steps: list[tuple[int, 
         file, offset = (targets[-1].file, targets[-1].end) if targets else (0, 0)
         same = file_step < 2
         targets.append(Target(file if same else file + 1, offset + gap if same else 0, size, b""))
-    before, bytes_module.CHUNK_BYTES = bytes_module.CHUNK_BYTES, limit
+    before, bytes_module.READ_BYTES = bytes_module.READ_BYTES, limit
     try:
         cut = list(runs(targets))
     finally:
-        bytes_module.CHUNK_BYTES = before
+        bytes_module.READ_BYTES = before
     assert [target for run in cut for target in run] == targets
     for run in cut:
         assert len(run) == 1 or run[-1].end - run[0].offset <= limit

@@ -385,7 +385,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         "import os, sys; from k3.verify import cli, digest_check as b; run = b._Check._check_run\n"
         "go = int(sys.argv.pop())\n"
         "def waiting(self, *a): os.write(1, b'reading\\n'); os.read(go, 1); run(self, *a)\n"
-        "b._Check._check_run = waiting; b.CHUNK_BYTES = 1 << 15; cli.main()\n"
+        "b._Check._check_run = waiting; b.READ_BYTES = 1 << 15; cli.main()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", waiting, str(built.home), "--read-data", "all", "--json", str(go)],
