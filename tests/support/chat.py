@@ -1,0 +1,74 @@
+"""The golden conversations and completions, the vocabulary that their ids are of, and what a message means."""
+
+from __future__ import annotations
+
+import base64
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from k3.engine.chat.completion import Completion
+from k3.engine.chat.request import ChatRequest
+from k3.engine.definition.tokenizer import Tokenizer
+from k3.model.vocabulary import Vocabulary, complete_names, parse_ranks
+
+VECTORS = Path(__file__).parents[1] / "vectors"
+GOLDEN: dict[str, Any] = json.loads((VECTORS / "chat_golden.json").read_text(encoding="utf-8"))
+CASES: list[dict[str, Any]] = GOLDEN["cases"]
+COMPLETIONS: list[dict[str, Any]] = GOLDEN["completions"]
+
+SPECIALS = {
+    0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>",
+    6: "[start_header_id]", 7: "[end_header_id]", 9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>",
+    20: "<|media_end|>", 21: "<|media_pad|>", 65: "<osagent_mode>", 254: "[UNK]", 255: "[PAD]",
+}  # fmt: skip
+"""The published special tokens, counted from the first special id."""
+
+
+def tokenizer_of(ranks: dict[bytes, int]) -> Tokenizer:
+    """A tokenizer of these ranks with the published special tokens behind them."""
+    names = {len(ranks) + place: name for place, name in SPECIALS.items()}
+    return Tokenizer(Vocabulary(ranks, complete_names(names, len(ranks)), frozenset()))
+
+
+@cache
+def synthetic_tokenizer() -> Tokenizer:
+    """The tokenizer of `ids_synthetic`."""
+    path = VECTORS / "synthetic.tiktoken.model"
+    return tokenizer_of(parse_ranks(path.read_bytes(), path))
+
+
+def rank_lines(pieces: list[bytes]) -> bytes:
+    """A tiktoken.model of pieces in the order of their ranks."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(piece), rank) for rank, piece in enumerate(pieces))
+
+
+def request_of(case: dict[str, Any]) -> ChatRequest:
+    """The request of a golden case, images written as the makers' encoder writes them."""
+    return ChatRequest(case["messages"], image_placeholders=True, **case["kwargs"])
+
+
+def meaning(message: dict[str, Any], thinking: bool) -> tuple[str, str, list[tuple[str, object]]]:
+    """Reasoning, content and calls of an assistant's message in OpenAI's form, by the format's rules."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    calls: list[tuple[str, object]] = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = arguments.strip()  # no JSON: the text is the argument
+        calls.append((function["name"], arguments or {}))
+    return reasoning if thinking and reasoning.strip() else "", content, calls
+
+
+def understood(completion: Completion) -> tuple[str, str, list[tuple[str, object]]]:
+    """A parsed completion in the form of `meaning`."""
+    calls: list[tuple[str, object]] = [(call.name, json.loads(call.arguments)) for call in completion.tool_calls]
+    return completion.reasoning, completion.content, calls
