@@ -1,6 +1,6 @@
-"""`k3-run`: parse, call, print. Of this room only the commands and options.py read the environment.
+"""`k3-run`: parse options, call the engine, print. Only this module and `launch/options.py` read the environment.
 
-Everything heavy is imported inside the command, so that --help and wrong usage answer at once.
+NumPy and the model are imported inside the commands, so that --help and wrong usage answer at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COMPLETE = "_K3_RUN_COMPLETE"
 
 
 class _RunOrBench(cli_support.Command):
-    """`k3-run`, whose first word may be `bench`: then everything after it is `k3-run bench`'s."""
+    """The command `k3-run`. If its first word is `bench`, the other words are the arguments of `k3-run bench`."""
 
     def main(
         self,
@@ -49,7 +49,7 @@ class _RunOrBench(cli_support.Command):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """See click.Command."""
+        """Run `k3-run bench` if the first word says so, else this command. See `click.Command.main`."""
         words = list(sys.argv[1:] if args is None else args)
         if (_words_to_complete() or words)[:1] == ["bench"]:
             from k3.engine.report.bench_command import bench
@@ -60,7 +60,7 @@ class _RunOrBench(cli_support.Command):
 
 
 def _words_to_complete() -> list[str]:
-    """Return the words after the command that a shell wants completed; none when this is no completion."""
+    """Return the words behind the command that a shell wants completed; an empty list when no shell asks."""
     if not os.environ.get(_COMPLETE, "").endswith("_complete"):
         return []
     from click.shell_completion import split_arg_string
@@ -83,7 +83,7 @@ def _words_to_complete() -> list[str]:
     help="The prompt from a UTF-8 file; - is stdin.",
 )
 @click.option("--ngen", type=Whole(0), default=DEFAULT_GENERATE, help="Tokens to generate at most.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the message.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after a token that ends the message.")
 @click.option("--temperature", type=Real(0, 1e6), default=0.0, help="0 always takes the likeliest token.")
 @click.option(
     "--top-p",
@@ -132,17 +132,17 @@ def _words_to_complete() -> list[str]:
 @click.option(
     "--state",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Go on from the timeline saved in this file, if it is there, and save it there at the end. "
-    "A prompt may be left out, or must begin with what was taken in.",
+    help="Continue the conversation saved in this file, if the file exists, and save it there at the end. "
+    "The prompt may be left out; otherwise it must begin with the tokens of the saved conversation.",
 )
 @click.option(
-    "--plan", is_flag=True, help="Load nothing: print what would be held in memory, and what a token would cost."
+    "--plan", is_flag=True, help="Load nothing: print the memory that a run takes, and what a token would cost."
 )
 @click.option(
-    "--drive-gb-per-s", type=Real(0, 1e9, above=True), help="With --plan: this rate, not a measured one."
+    "--drive-gb-per-s", type=Real(0, 1e9, above=True), help="With --plan: the drives' rate; not measured then."
 )
 @click.option(
-    "--memory-gb-per-s", type=Real(0, 1e9, above=True), help="With --plan: this rate, not a measured one."
+    "--memory-gb-per-s", type=Real(0, 1e9, above=True), help="With --plan: the memory's rate; not measured then."
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout: tokens as they come, then a summary.")
 @cli_support.version_option(VERSION)
@@ -158,7 +158,7 @@ def main(**options: Any) -> None:
     settings = _settings(options)
     rates = [options[key] and options[key] * 1e9 for key in ("drive_gb_per_s", "memory_gb_per_s")]
     if not options["plan"] and any(rates):
-        raise click.UsageError("--drive-gb-per-s and --memory-gb-per-s are for --plan.")
+        raise click.UsageError("--drive-gb-per-s and --memory-gb-per-s need --plan.")
 
     def body() -> None:
         if options["plan"]:
@@ -173,18 +173,20 @@ def main(**options: Any) -> None:
             generate = _import_generate()
             generate(launched, settings)
 
-    cli_support.run(body, as_json=settings.as_json, on_interrupt="what was generated so far is all")
+    cli_support.run(
+        body, as_json=settings.as_json, on_interrupt="generation stopped; the tokens printed so far are complete"
+    )
 
 
 def _import_generate() -> Callable[[Launched, RunSettings], None]:
-    """Import the second half of a run, and with it NumPy, the kernels and the model; the drive reads meanwhile."""
+    """Import the second half of a run, with NumPy, the kernels and the model, while the drive reads."""
     from k3.engine.run.generation import generate
 
     return generate
 
 
 def _settings(options: dict[str, Any]) -> RunSettings:
-    """Options as settings. click.UsageError for combinations that mean nothing."""
+    """Return the options as settings. click.UsageError for options that contradict each other."""
     from k3.engine.definition.settings import RunSettings, SamplerOptions
 
     ids, text = _prompt(options)
@@ -206,7 +208,10 @@ def _settings(options: dict[str, Any]) -> RunSettings:
 
 
 def _prompt(options: dict[str, Any]) -> tuple[tuple[int, ...] | None, str | None]:
-    """The one prompt that was given, as ids or as text; there may be none with --state or --plan."""
+    """Return the prompt as ids or as text; without one, two None.
+
+    Only --state and --plan need none. click.UsageError for none, for several, and for an empty one.
+    """
     given = [key for key in ("ids", "text", "prompt", "prompt_file") if options[key] is not None]
     names = {"ids": "--ids", "text": "TEXT", "prompt": "--prompt", "prompt_file": "--prompt-file"}
     if not given and (options["state"] is not None or options["plan"]):
@@ -225,13 +230,14 @@ def _prompt(options: dict[str, Any]) -> tuple[tuple[int, ...] | None, str | None
     except UnicodeEncodeError:
         encoding = sys.getfilesystemencoding()
         raise click.UsageError(
-            f"The prompt ({names[given[0]]}) has bytes that are no {encoding}, this locale's encoding. Give it "
+            f"The prompt ({names[given[0]]}) has bytes that are not {encoding}, this locale's encoding. Give it "
             "through --prompt-file, which is read as UTF-8 in every locale."
         ) from None
     return None, text
 
 
 def _read_text(path: Path) -> str:
+    """Return the text of a file, or of stdin for `-`. click.UsageError when it cannot be read or is not UTF-8."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
@@ -243,7 +249,7 @@ def _read_text(path: Path) -> str:
 
 
 def _seed(options: dict[str, Any]) -> int:
-    """The seed that was given, or a fresh one that the user is told, so that the draw can be repeated."""
+    """Return the seed that was given, or a fresh one, which is printed so that the run can be repeated."""
     if options["seed"] is not None:
         return int(options["seed"])
     if options["temperature"] == 0 or options["plan"]:

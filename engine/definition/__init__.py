@@ -1,4 +1,4 @@
-"""A run as values: settings, options, vocabulary, sizes of states, the report. No I/O, no NumPy.
+"""Values that define a run: settings, options, vocabulary, sizes of states, the report. Does no I/O.
 
-Sees the rooms below the engine.
+Imports the rooms below the engine, and no other room of it.
 """

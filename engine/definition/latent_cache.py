@@ -1,7 +1,7 @@
-"""In which numbers the latent cache is held: float32, or half of it in bfloat16 or float16.
+"""The types of number that MLA's latent cache can hold: float32, or bfloat16 or float16 at half the memory.
 
 A cached number is rounded once, when its token is taken in, to the nearest number of the type (ties to even), and
-widened exactly whenever it is read; what that does to a result is in docs/numerics.md. Pure; any thread.
+widened exactly whenever it is read; docs/numerics.md says what that does to results. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class LatentForm:
-    """A type of number: `tensor_dtype` as safetensors spells it, `dtype` of the arrays (bfloat16 as patterns)."""
+    """A type of number in the cache.
+
+    `tensor_dtype` is its safetensors name, `dtype` that of the arrays: bfloat16 travels as uint16 bit patterns.
+    """
 
     tensor_dtype: str
     dtype: np.dtype[Any]
@@ -33,8 +36,8 @@ FORMS: dict[LatentType, LatentForm] = {
 }
 
 
-def narrowed(values: Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """`values` as numbers of a form's `dtype`. UnsupportedError for a finite one that this type cannot hold."""
+def round_to_cache_type(values: Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return `values` rounded to `dtype`. UnsupportedError for a finite number that this type cannot hold."""
     if dtype == np.float32:
         return values
     with np.errstate(over="ignore"):
@@ -50,7 +53,7 @@ def narrowed(values: Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _bfloat16(values: Array) -> npt.NDArray[np.uint16]:
-    """The upper halves of the float32 patterns, rounded to nearest, ties to even; NaN becomes the quiet one."""
+    """Return bfloat16 bit patterns of float32 values: nearest, ties to even; NaN becomes the quiet NaN."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)

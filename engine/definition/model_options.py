@@ -1,4 +1,4 @@
-"""Settings that change a model's numbers, besides its weights and its configuration."""
+"""Options that change the numbers a model computes, besides its weights and its configuration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from k3.engine.definition.settings import ModelSettings
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """`exact` computes with float32 activations everywhere; otherwise quantized weights are multiplied with int8
-    ones. `keep_share` prunes experts as described at `moe.Router`."""
+    """Choices of arithmetic.
+
+    `exact` computes with float32 activations everywhere; without it, activations are rounded to int8 where
+    weights are quantized. `keep_share` prunes experts as described at `moe.Router`.
+    """
 
     exact: bool = False
     keep_share: float = 1.0

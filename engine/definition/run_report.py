@@ -1,4 +1,4 @@
-"""What a run cost: the timing line and its numbers. Plain values; nothing here measures by itself."""
+"""The numbers that a run reports at its end, and the line that shows them. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass(slots=True)
 class Report:
-    """Filled in as the run goes. Decode time counts the passes after the prompt's."""
+    """Counts and times of one run, filled in while it runs. `decode_s` covers the passes behind the prompt."""
 
-    resumed_tokens: int = 0  # that a saved state had taken in
-    prompt_tokens: int = 0  # that this run took in
+    resumed_tokens: int = 0  # taken in by the saved state that the run continues
+    prompt_tokens: int = 0  # taken in by this run
     generated_tokens: int = 0
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decode_passes: int = 0
-    read_bytes: int = 0  # expert bytes asked from the drives
-    read_wait_s: float = 0.0  # of prefill and decode, spent waiting for experts
+    read_bytes: int = 0  # bytes of experts requested from the drives
+    read_wait_s: float = 0.0  # part of prefill_s and decode_s spent waiting for experts
     cache_hits: int = 0
     cache_misses: int = 0
-    prefetched: int = 0  # experts whose reading look-ahead began
-    prefetch_hits: int = 0  # of these, those that were asked for in time
+    prefetched: int = 0  # experts that look-ahead began to read
+    prefetch_hits: int = 0  # prefetched experts that a layer then asked for
     read_retries: int = 0
-    checked_bytes: int = 0  # of what was read, compared with digests
+    checked_bytes: int = 0  # read bytes that were compared with their digests
     unchecked_bytes: int = 0
     peak_rss_bytes: int = 0
 
@@ -42,13 +42,15 @@ class Report:
 
     @property
     def read_gb_per_s(self) -> float:
-        """Expert bytes over the time of prefill and decode."""
+        """Bytes of experts per second of prefill and decode, in GB/s."""
         busy_s = self.prefill_s + self.decode_s
         return self.read_bytes / busy_s / 1e9 if busy_s > 0 else 0.0
 
     def line(self) -> str:
-        """One line for people."""
-        decode = f"{self.decode_per_s:.2f}" if self.decode_passes else "-"  # the first token is the prefill's
+        """Return the report as one line of text."""
+        decode = (
+            f"{self.decode_per_s:.2f}" if self.decode_passes else "-"
+        )  # the first token comes out of the prefill
         resumed = f"resumed {self.resumed_tokens} tokens | " if self.resumed_tokens else ""
         ahead = f"prefetched {self.prefetched}, {self.prefetch_hits} used | " if self.prefetched else ""
         return (
@@ -60,7 +62,7 @@ class Report:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers, the rates included."""
+        """Return all numbers, and the rates, by name."""
         rates = {
             "prefill_per_s": self.prefill_per_s,
             "decode_per_s": self.decode_per_s,
@@ -71,6 +73,6 @@ class Report:
 
 
 def peak_rss_bytes() -> int:
-    """Most memory that this process ever held."""
+    """Return the largest resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

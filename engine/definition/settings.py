@@ -1,4 +1,4 @@
-"""The settings of one `k3-run`, as a value: made by cli.py, read by everything below it."""
+"""The settings of one `k3-run` as values: the commands make them, everything below reads them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 class SettingsError(K3Error):
-    """A setting that does not fit the model or another setting: wrong usage, found after parsing."""
+    """A setting that contradicts the model or another setting; found after parsing, reported as wrong usage."""
 
     exit_code = ExitCode.USAGE
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which model, in which form, and how much of it stays in memory.
+    """Choice of a model, of its form, and of the memory and threads that it may use.
 
     Exactly one of `container`, `snapshot` and `store` is given; with `fallback` "file", `container` may stand
-    beside `store`. `bits` and its siblings None: 8 for a snapshot,
-    whatever it was made with for a container. `expert_bytes` None: what memory is left, at most all experts.
+    beside `store`. `bits`, `mla_bits` and `head_bits` of None mean 8 for a snapshot, and for a container the bits
+    it was made with. `expert_bytes` of None means all memory that is left, but no more than all experts take.
     """
 
     container: Path | None = None
     roots: tuple[Path, ...] = ()
     snapshot: tuple[Path, ...] = ()
-    store: Path | None = None  # a k3-store daemon's socket
-    fallback: Literal["file"] | None = None  # where experts come from while there is no daemon
+    store: Path | None = None  # socket of a k3-store daemon
+    fallback: Literal["file"] | None = None  # read experts from the container's files while no daemon runs
     bits: int | None = None
     mla_bits: int | None = None
     head_bits: int | None = None
@@ -43,7 +43,7 @@ class ModelSettings:
     exact: bool = False
     keep_share: float = 1.0
     expert_bytes: int | None = None
-    prefetch: int | None = None  # experts that look-ahead may have read before a layer asks; None: see plan.py
+    prefetch: int | None = None  # most experts of a layer that look-ahead may read; None: see plan_memory
     direct: bool = True
     verify: Verify = "always"
     threads: int | None = None
@@ -51,7 +51,11 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """`temperature` 0 is greedy. `top_p` in (0, 1] keeps the smallest set of likely tokens with that share."""
+    """Choice of the next token.
+
+    `temperature` 0 takes the likeliest token. `top_p` in (0, 1] keeps the smallest set of likeliest tokens whose
+    probabilities add up to it.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -68,7 +72,7 @@ class SamplerOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What to do with the model. At most one of `ids` and `text` is given; none only with `state`."""
+    """Settings of a generation. At most one of `ids` and `text` is given; neither only with `state`."""
 
     model: ModelSettings
     ids: tuple[int, ...] | None
@@ -82,4 +86,4 @@ class RunSettings:
     trace: Path | None
     route_trace: Path | None
     as_json: bool
-    state: Path | None = None  # loaded from if it is there, saved to
+    state: Path | None = None  # file of a saved timeline: continued if it exists, written at the end

@@ -1,9 +1,7 @@
-"""Text to token ids and back to bytes, with the model's own vocabulary.
+"""Text to token ids, and token ids to bytes, by the model's own vocabulary.
 
-The byte-pair merging itself is tiktoken's. Text of a user is encoded with special tokens *disabled*: `<|close|>`
-in it becomes ordinary pieces and cannot end a message.
-
-Immutable after loading; any thread may encode and decode.
+tiktoken merges the byte pairs. Text of a user is encoded with special tokens *disabled*: `<|close|>` in it becomes
+ordinary tokens and cannot end a message. Immutable after loading; any thread may encode and decode.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from k3.model.vocabulary import Vocabulary
 
 CUT_CHARS = 400_000
-"""Text is cut into pieces of this length first, each encoded on its own (what the model was trained with)."""
+"""Text is cut at multiples of this length and each cut is encoded on its own, as in the model's training."""
 
 CUT_RUN_CHARS = 25_000
-"""A longer run of only whitespace, or of only other characters, is cut as well."""
+"""A longer run of whitespace, or of characters without whitespace, is cut into runs of this length."""
 
 PATTERN = "|".join(
     [
@@ -33,20 +31,20 @@ PATTERN = "|".join(
         r"\s+",
     ]
 )
-"""How text is split before merging; `&&` is set intersection in tiktoken's regular expressions."""
+"""The expression that splits text before merging; `&&` is set intersection in tiktoken's expressions."""
 
 _RUN = re.compile(r"\s+|\S+")
 
 
 class Tokenizer:
-    """One vocabulary. `specials` maps the name of a special token to its id."""
+    """A vocabulary. `specials` maps the name of each special token to its id."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.rank_count = len(vocabulary.ranks)
         self.specials = {name: token for token, name in vocabulary.special_names.items()}
         self.vocab_size = self.rank_count + len(self.specials)
         self.skipped_ids = vocabulary.skipped
-        import tiktoken  # a run on ids needs none of it
+        import tiktoken  # imported here because a run on token ids does not need it
 
         self._encoding = tiktoken.Encoding(
             "k3", pat_str=PATTERN, mergeable_ranks=dict(vocabulary.ranks), special_tokens=self.specials
@@ -54,7 +52,7 @@ class Tokenizer:
         self._special_bytes = {token: name.encode() for name, token in self.specials.items()}
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`. Only with `allow_special` do names of special tokens become their ids."""
+        """Return the token ids of `text`. Names of special tokens become their ids only with `allow_special`."""
         ids: list[int] = []
         for piece in cut_text(text):
             if allow_special:
@@ -64,8 +62,10 @@ class Tokenizer:
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; a special token stands for its name. ValueError outside the
-        vocabulary."""
+        """Return the bytes of a token; those of a special token are its name.
+
+        ValueError for an id outside the vocabulary.
+        """
         if token in self._special_bytes:
             return self._special_bytes[token]
         if not 0 <= token < self.rank_count:
@@ -73,12 +73,12 @@ class Tokenizer:
         return self._encoding.decode_single_token_bytes(token)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens by name, bytes that are no UTF-8 as U+FFFD."""
+        """Return the text of `ids`: special tokens by name, bytes that are not UTF-8 as U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
 
 def cut_text(text: str) -> Iterator[str]:
-    """Cut a text where the model's own tokenizer cuts it; joined, the pieces are the text again."""
+    """Yield the text in the cuts that the model's own tokenizer makes; joined, they are the text."""
     for start in range(0, len(text), CUT_CHARS):
         block = text[start : start + CUT_CHARS]
         begin = 0

@@ -1,4 +1,4 @@
 """The forward pass: layers, attention, experts, state, and observers of its steps.
 
-Sees `engine.launch` and `engine.definition`.
+Imports `engine.definition`, not the rooms that launch, run or report.
 """

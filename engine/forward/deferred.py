@@ -1,6 +1,6 @@
-"""A value that is made when it is first used: weights are built before their bytes are in memory.
+"""A value that is made at its first use, so that a model can be built before its weights are in memory.
 
-Used by one thread until the value is there, by any thread afterwards.
+One thread uses it until the value exists; any thread may use it afterwards.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class Deferred(Generic[T]):
-    """A value behind the function that makes it. Calling returns the value, made at the first call and kept."""
+    """A value and the function that makes it. A call returns the value, which the first call makes."""
 
     __slots__ = ("_make", "_value")
 
     def __init__(self, make: Callable[[], T]) -> None:
-        """`make` is called once; an error of it is raised to the caller, and the next call tries again."""
+        """Keep `make`. An error that it raises goes to the caller, and the next call tries again."""
         self._make: Callable[[], T] | None = make
 
     @property
@@ -26,7 +26,7 @@ class Deferred(Generic[T]):
         return self._make is None
 
     def __call__(self) -> T:
-        """Return the value. Raises what making it raises."""
+        """Return the value. Raises what `make` raises."""
         if self._make is not None:
             self._value = self._make()
             self._make = None

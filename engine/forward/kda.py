@@ -3,7 +3,7 @@
 For each head, with the memory S [key, value], in float32:
 
     S = diag(exp g) S          every key channel decays by its own gate
-    e = beta (v - S^T k)       what the memory does not yet say about k
+    e = beta (v - S^T k)       the error of the memory's prediction for k
     S = S + k e^T
     o = S^T q                  read after the write
 
@@ -40,7 +40,10 @@ class KdaAttention:
         self._out = weights.matrix(f"{name}.o_proj.weight")
 
     def __call__(self, x: Array, state: KdaState, position: int) -> Array:
-        """x [S, hidden], normed -> [S, hidden]. Advances `state` by S tokens; `position` plays no part."""
+        """Return attention [S, hidden] of normed `x` [S, hidden], and advance `state` by S tokens.
+
+        `position` is not used.
+        """
         vectors = self._vectors()
         q, k, v = (project(x) for project in self._qkv)
         decay, beta, gate = self._f_b(self._f_a(x)), self._beta(x), self._gate(x)
@@ -48,14 +51,14 @@ class KdaAttention:
 
 
 def _vectors(weights: Weights, name: str, config: ModelConfig) -> Deferred[kernels.KdaVectors]:
-    """Return the layer's convolutions, gates and norm as the kernel takes them."""
+    """Return the layer's convolutions, gates and norm in the kernel's form."""
     a_log, dt_bias = weights.floats(f"{name}.A_log"), weights.floats(f"{name}.dt_bias")
     taps = [weights.floats(f"{name}.{stream}_conv1d.weight") for stream in "qkv"]
     norm = weights.floats(f"{name}.o_norm.weight")
 
     def make() -> kernels.KdaVectors:
         return kernels.KdaVectors(
-            # The kernel wants the taps of neighbouring channels side by side.
+            # The kernel reads the taps of neighbouring channels together.
             conv=np.ascontiguousarray(np.stack([tap()[:, 0].T for tap in taps])),
             a_log=_unpadded(a_log(), config.kda.heads, f"{weights.prefix}{name}.A_log"),
             dt_bias=dt_bias(),
@@ -69,7 +72,7 @@ def _vectors(weights: Weights, name: str, config: ModelConfig) -> Deferred[kerne
 
 
 def _unpadded(values: Array, heads: int, name: str) -> Array:
-    """The first `heads` values. SourceError unless everything behind them is zero."""
+    """Return the first `heads` values. SourceError unless all values behind them are zero."""
     if values[heads:].any():
         raise SourceError(
             f"{len(values)} values for {heads} heads, and those beyond the heads are not zero", tensor=name

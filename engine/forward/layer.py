@@ -1,4 +1,4 @@
-"""One decoder layer: two sub-layers, attention and MLP, each behind a residual mixture and a norm."""
+"""One decoder layer: attention and MLP, each behind a residual mixture and a norm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Layer:
-    """The layer `index` of a model. Weights may still be loading: each is waited for at its first use."""
+    """Layer `index` of a model. Weights may still be loading: each is waited for at its first use."""
 
     def __init__(
         self, weights: Weights, index: int, config: ModelConfig, source: ModelSource, experts: ExpertSource,
@@ -42,7 +42,7 @@ class Layer:
         self.attention_mix = ResidualMix(weights, f"{name}.self_attention_res", config.eps)
         self._attention_norm = weights.floats(f"{name}.input_layernorm.weight")
         kind = KdaAttention if self.is_kda else LatentAttention
-        # Which kind of state belongs to a layer follows from the same list as its kind of attention.
+        # Any: the kind of the layer's state follows from the same list as its kind of attention.
         self._attention: Callable[[Array, Any, int], Array] = kind(weights, f"{name}.self_attn", config)
         self.mlp_mix = ResidualMix(weights, f"{name}.mlp_res", config.eps)
         self._mlp_norm = weights.floats(f"{name}.post_attention_layernorm.weight")
@@ -62,7 +62,7 @@ class Layer:
         return isinstance(self.mlp, LatentMoe)
 
     def attend(self, mixed: Array, state: State) -> Array:
-        """Return the attention of a mixture [S, hidden], to be added to the stream; advances the layer's state."""
+        """Return the attention of a mixture [S, hidden], to be added to the stream. Advances the layer's state."""
         normed = kernels.rms_norm(mixed, self._attention_norm(), self._eps)
         return self._attention(normed, state.layers[self.index], state.position)
 
@@ -71,7 +71,7 @@ class Layer:
     ) -> Array:
         """Return the MLP of a mixture [S, hidden], to be added to the stream.
 
-        `on_request` receives this layer and the routing once the experts are asked for. Raises what the expert
+        `on_request` receives this layer and the routing once the experts are requested. Raises what the expert
         source raises.
         """
         normed = kernels.rms_norm(mixed, self._mlp_norm(), self._eps)
@@ -79,7 +79,7 @@ class Layer:
 
     @property
     def can_rank_experts(self) -> bool:
-        """True when the layer has experts and the weights that `rank_experts` needs have been used before."""
+        """True when the layer has experts, and the weights that `rank_experts` needs were used before."""
         return (
             isinstance(self.mlp, LatentMoe)
             and self.mlp.router.ready
@@ -88,7 +88,7 @@ class Layer:
         )
 
     def rank_experts(self, blocks: Sequence[Array], stream: Array) -> Array:
-        """Return the scores [S, experts] that the router would give if `stream` [S, hidden] came to it now."""
+        """Return the scores [S, experts] that the router would give to `stream` [S, hidden] as it is now."""
         assert isinstance(self.mlp, LatentMoe)
         return self.mlp.router.choice(kernels.rms_norm(self.mlp_mix(blocks, stream), self._mlp_norm(), self._eps))
 

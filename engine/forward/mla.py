@@ -1,14 +1,13 @@
 """Gated multi-head latent attention without positions, in its absorbed form.
 
-What is cached of a token is its normalised latent c and the "rope" columns r that all heads share (never
-rotated in this model). Keys and values are never expanded. Instead the key half of kv_b is moved to the query
-side and the value half behind the softmax:
+The cache holds two things of a token: its normalised latent c, and the "rope" columns r that all heads share
+(never rotated in this model). Keys and values are never expanded. Instead the key half of kv_b is applied to the
+query, and the value half behind the softmax:
 
     score = (Wk_h^T q_nope) . c + q_rope . r          out_h = Wv_h (sum of softmax(score) c)
 
-which is algebraically the textbook form. Inside the attention everything is computed in float32, also when
-other products use int8 activations and when the cache is held in a narrower type. A chunk gives the bits of its
-tokens one by one.
+which is algebraically the textbook form. Everything inside the attention is float32, also when other products use
+int8 activations and when the cache has a narrower type. A chunk gives the same bits as its tokens one by one.
 """
 
 from __future__ import annotations
@@ -39,7 +38,10 @@ class LatentAttention:
         self._out = weights.matrix(f"{name}.o_proj.weight")
 
     def __call__(self, x: Array, state: MlaState, position: int) -> Array:
-        """x [S, hidden], normed -> [S, hidden]. Fills rows [position, position + S) of `state`."""
+        """Return attention [S, hidden] of normed `x` [S, hidden].
+
+        Fills rows [position, position + S) of `state`.
+        """
         mla, end = self._mla, position + len(x)
         both = self._kv_a(x)
         latent = kernels.rms_norm(both[:, : mla.latent], self._kv_norm(), mla.eps)

@@ -1,4 +1,4 @@
-"""SiTU-gated MLP: the dense layer's, and the shared experts' (stored fused as one wider MLP)."""
+"""SiTU-gated MLP: that of a dense layer, and that of the shared experts, which are stored as one wide MLP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = npt.NDArray[np.float32]
 
 
 class GatedMlp:
-    """down(situ(gate x, up x)); `name` is the tensors' common prefix."""
+    """The product down(situ(gate x, up x)). `name` is the common prefix of the tensors."""
 
     def __init__(self, weights: Weights, name: str, config: ModelConfig) -> None:
         self._gate = weights.matrix(f"{name}.gate_proj.weight")
@@ -22,6 +22,6 @@ class GatedMlp:
         self._betas = config.situ_beta, config.situ_linear_beta
 
     def __call__(self, x: Array) -> Array:
-        """x [S, hidden] -> [S, hidden]."""
+        """Return the MLP [S, hidden] of `x` [S, hidden]."""
         beta, linear_beta = self._betas
         return self._down(kernels.situ(self._gate(x), self._up(x), beta, linear_beta))

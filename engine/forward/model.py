@@ -1,4 +1,4 @@
-"""The model: embeddings, layers, head. The forward pass reads as it is written in the paper.
+"""The model: embeddings, layers, head. The forward pass is written as in the paper.
 
     p = embed[token];  blocks = []
     for each layer:
@@ -8,10 +8,10 @@
         p = p + mlp(norm(mix(blocks, p)))
     logits = head(norm(mix(blocks, p)))
 
-A `Model` is immutable once loaded and knows no timeline; what a timeline remembers is a `State`, passed in. Its
-weights may still be loading when it is built: a pass waits for each where it first needs it.
-Every row of every product depends on that row alone, so tokens may be taken one at a time or many at once:
-the bits are the same. One forward pass at a time.
+A `Model` is immutable once loaded and has no timeline; a timeline's `State` is passed in. Weights may still be
+loading when the model is built: a pass waits for each at its first use. Every row of every product depends on
+that row alone, so tokens may be taken in one at a time or many at once, with the same bits. One forward pass runs
+at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Model:
-    """All weights that stay in memory, and the way through them. `observer` may be changed between passes."""
+    """The weights that stay in memory, and the pass over them. `observer` may be changed between passes."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Model:
     ) -> None:
         """Build the layers of `config.layers`, and wait for nothing.
 
-        `reading` reads the dense tensors already, and stays open until each was used once or `load` has returned.
-        A weight is taken from it at its first use, and an error of reading it is raised there.
+        `reading` gives out the dense tensors, and must stay open until each was used once or `load` has returned.
+        A weight is taken from it at its first use, where an error of reading it is raised.
         """
         self.config = config
         self.options = options
@@ -69,20 +69,20 @@ class Model:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of dense weights that are in use so far."""
+        """Bytes of the dense weights that have been used so far."""
         return self._weights.resident_bytes
 
     @property
     def embedding_bytes(self) -> int:
-        """Of `resident_bytes`, the embeddings: the one matrix of which a token reads a row and no more."""
+        """Bytes of the embeddings, which are part of `resident_bytes`; a token reads one row of them."""
         return self._embeddings.nbytes
 
     def forward(self, ids: Sequence[int], state: State, *, every_logit: bool = False) -> Array:
-        """Take in the tokens `ids` [S], which follow on `state`, and advance it.
+        """Take in the tokens `ids` [S], which continue `state`, and advance it.
 
-        Returns logits [S, vocab] with `every_logit`, else of the last token only, [1, vocab]. The caller has
-        checked that ids are in the vocabulary and that the state has room. After an error the state is of no
-        further use.
+        Return logits [S, vocab] with `every_logit`, else of the last token only, [1, vocab]. The caller has
+        checked that ids are in the vocabulary and that the state has room. After an error the state must not be
+        used.
         """
         self.observer.pass_begun(state, len(ids))
         stream = self.embed(ids)

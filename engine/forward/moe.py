@@ -1,12 +1,12 @@
 """Stable LatentMoE: route, lease, multiply, sum, release.
 
-The router reads the full width in float32: s = sigmoid(gate x); the bias takes part in the choice of the top
-experts only, the weights are s alone. The chosen experts work in a narrow latent space, their weighted sum is
-normalised, and an up projection leads back; shared experts read the full width.
+The router reads the full width in float32: s = sigmoid(gate x). The bias takes part only in the choice of the top
+experts; the weights are s alone. The chosen experts work in a narrow latent space, their weighted sum is
+normalised, and an up projection leads back. Shared experts read the full width.
 
-A chunk's tokens are routed together and each expert that any of them chose is leased once. Experts arrive in
-any order, but a token's outputs are summed in ascending expert id, so the result does not depend on where an
-expert lay, on what was cached, or on how the tokens were cut into chunks.
+A chunk's tokens are routed together, and each expert that one of them chose is leased once. Experts arrive in any
+order, but a token's outputs are summed in ascending expert id, so the result does not depend on the place of an
+expert, on the cache, or on the chunks that tokens were taken in by.
 """
 
 from __future__ import annotations
@@ -34,25 +34,31 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """`experts` [S, top_k] ascending; `weights` [S, top_k], zero where an expert was pruned."""
+    """The experts of each token.
+
+    `experts` [S, top_k] ascending; `weights` [S, top_k]; `kept` [S, top_k], False where an expert was pruned.
+    """
 
     experts: Ids
     weights: Array
     kept: npt.NDArray[np.bool_]
 
     def wanted(self) -> list[int]:
-        """Every expert that some token uses, ascending."""
+        """Return every expert that at least one token uses, ascending."""
         return [int(expert) for expert in np.unique(self.experts[self.kept])]
 
     def per_token(self) -> list[list[int]]:
-        """The experts that each token uses, ascending."""
+        """Return the experts that each token uses, ascending."""
         return [row[keep].tolist() for row, keep in zip(self.experts, self.kept, strict=True)]
 
 
 class Router:
-    """Chooses experts. `keep_share` p < 1 prunes: of a token's experts only the smallest set of the heaviest
-    whose weights make up p of their total is used (ties: lowest id). The rest keep their weights, which is
-    as good as rescaling them, since the norm behind the sum cancels any common factor."""
+    """The choice of experts.
+
+    `keep_share` p < 1 prunes: of a token's experts only the smallest set of the heaviest is used whose weights
+    make up p of their total (ties: lowest id). The others keep their weights, which is as good as rescaling them,
+    since the norm behind the sum cancels any common factor.
+    """
 
     def __init__(self, weights: Weights, name: str, layer: int, moe: MoeConfig, keep_share: float) -> None:
         self._gate = weights.matrix(f"{name}.gate.weight", exact=True)
@@ -72,7 +78,10 @@ class Router:
         return biased
 
     def __call__(self, x: Array) -> Routing:
-        """x [S, hidden]. SourceError when a score is not finite: no choice made from it would mean anything."""
+        """Return the routing of `x` [S, hidden].
+
+        SourceError when a score is not finite: no choice made from it would mean anything.
+        """
         scores = kernels.sigmoid(self._gate(x))
         try:
             experts = kernels.top_k(scores + self._bias(), self._moe.top_k)
@@ -116,13 +125,14 @@ class LatentMoe:
         self._exact = exact
 
     def __call__(self, x: Array, on_request: Callable[[Routing], None]) -> Array:
-        """x [S, hidden], normed -> [S, hidden]. Raises what the expert source raises.
+        """Return the mixture of experts [S, hidden] of normed `x` [S, hidden].
 
-        `on_request` receives the routing once its experts are asked for and the drives have begun with them.
+        `on_request` receives the routing once its experts are requested and the drives have begun to read them.
+        Raises what the expert source raises.
         """
         routing = self.router(x)
         stream = self._source.lease(self._layer, routing.wanted())
-        try:  # the drives are busy from here on; do everything that needs no expert first
+        try:  # the drives read from here on; meanwhile compute what needs no expert
             on_request(routing)
             z = self._down(x)
             shared = None if self._shared is None else self._shared(x)
@@ -137,7 +147,7 @@ class LatentMoe:
         return out if shared is None else out + shared
 
     def _multiply(self, z: Array, payload: npt.NDArray[np.uint8], expert: int) -> Array:
-        """One expert's output for these rows of z."""
+        """Return one expert's output for these rows of z. ExpertError when it is not finite."""
         beta, linear_beta = self._config.situ_beta, self._config.situ_linear_beta
         try:
             out = kernels.expert_forward(
@@ -154,13 +164,13 @@ class LatentMoe:
 
 
 class ExpertSum:
-    """Weighted outputs of a chunk's experts, added per token in ascending expert id whatever comes first."""
+    """Weighted outputs of a chunk's experts, added per token in ascending expert id, however they arrive."""
 
     def __init__(self, routing: Routing, width: int) -> None:
         self._sum = np.zeros((len(routing.experts), width), np.float32)
         tokens, slots = np.nonzero(routing.kept)
         experts = routing.experts[tokens, slots]
-        by_expert = np.argsort(experts, kind="stable")  # and each expert's tokens ascending
+        by_expert = np.argsort(experts, kind="stable")  # ascending too within each expert
         ids, begins = np.unique(experts[by_expert], return_index=True)
         tokens, weights = tokens[by_expert], routing.weights[tokens, slots][by_expert, None]
         bounds = [*begins.tolist(), len(tokens)]
@@ -172,43 +182,45 @@ class ExpertSum:
         self._next = 0
 
     def gather(self, z: Array, expert: int) -> Array:
-        """The rows of z [S, width] of the tokens that use an expert."""
+        """Return the rows of z [S, width] whose tokens use `expert`."""
         return z if len(self._rows[expert]) == len(z) else z[self._rows[expert]]
 
     def add(self, expert: int, out: Array) -> None:
-        """Take an expert's output for its rows, to write over; it waits here until every lower id was added."""
+        """Add an expert's output for its rows, once every lower id was added. `out` may be written over."""
         assert expert not in self._early
         self._early[expert] = out
         while self._next < len(self._order) and (turn := self._order[self._next]) in self._early:
             rows, weighted = self._rows[turn], self._early.pop(turn)
             weighted *= self._weights[turn]
-            if len(rows) == len(self._sum):  # every token: no need to gather and scatter
+            if len(rows) == len(self._sum):  # every token uses it: nothing to scatter
                 self._sum += weighted
             else:
                 self._sum[rows] += weighted
             self._next += 1
 
     def finish(self) -> Array:
-        """The sums [S, width], once every expert is in."""
+        """Return the sums [S, width], after every expert was added."""
         assert self._next == len(self._order), "an expert never arrived"
         return self._sum
 
 
 def kept_experts(weights: Array, keep_share: float) -> npt.NDArray[np.bool_]:
-    """Which of each token's experts stay under `--topp`: the heaviest, until they make up `keep_share` of the
-    total. weights [S, k] -> bool [S, k]; at least one stays, and all do at 1."""
+    """Return which of each token's experts remain under `--topp`: weights [S, k] -> bool [S, k].
+
+    These are the heaviest, until they make up `keep_share` of the total: at least one, and all at 1.
+    """
     if keep_share >= 1:
         return np.ones(weights.shape, np.bool_)
     order = np.argsort(-weights, axis=-1, kind="stable")
     heaviest = np.take_along_axis(weights, order, axis=-1).astype(np.float64)
     reached = np.cumsum(heaviest, axis=-1)
-    kept = np.ones(weights.shape, np.bool_)  # the heaviest of all, and those that follow a sum still too small
+    kept = np.ones(weights.shape, np.bool_)  # the heaviest, and those before which the sum is too small
     np.put_along_axis(kept, order[:, 1:], reached[:, :-1] < keep_share * reached[:, -1:], axis=-1)
     return kept
 
 
 def expert_matrices(layout: ExpertLayout, config: ModelConfig, layer: int) -> tuple[ExpertMatrix, ...]:
-    """Where w1, w2 and w3 lie inside a payload. Raises what `tensor_names.check_experts` raises."""
+    """Return the places of w1, w2 and w3 in a payload. Raises what `tensor_names.check_experts` raises."""
     check_experts(layout, config, layer)
     latent, inner = config.moe.latent, config.moe.inner
     return tuple(

@@ -1,8 +1,8 @@
-"""The steps of a forward pass as calls: the model makes them; look-ahead and traces receive them.
+"""The steps of a forward pass as calls, which the model makes and look-ahead and traces receive.
 
-Calls of one pass, in this order and from the thread that runs it: `pass_begun`; for each layer `before_attention`,
+Calls of one pass, in this order and on the thread that runs it: `pass_begun`; for each layer `before_attention`,
 `before_mlp`, `experts_requested` (layers with experts only) and `layer_done`; `before_head`; `pass_done`. A pass
-that raises ends without the rest. An observer must not change the arrays that it is given, and changes no result.
+that raises makes no further call. An observer must not change the arrays that it is given, and changes no result.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ Array = npt.NDArray[np.float32]
 
 
 class PassObserver:
-    """Receives the steps of forward passes. Every method here does nothing; an observer overrides what it needs.
+    """A receiver of the steps of forward passes. Its methods do nothing; an observer overrides some.
 
     `blocks` are the residual blocks banked so far and `stream` is the running sum, arrays [S, hidden].
     """
 
     def pass_begun(self, state: State, tokens: int) -> None:
-        """A pass over `tokens` tokens begins; `state.position` is the first one's."""
+        """Receive the beginning of a pass over `tokens` tokens; `state.position` is that of the first."""
 
     def before_attention(self, layer: Layer, blocks: Sequence[Array], stream: Array) -> None:
-        """The attention half of `layer` is next."""
+        """Receive the input of a layer's attention."""
 
     def before_mlp(self, layer: Layer, blocks: Sequence[Array], stream: Array) -> None:
-        """The MLP half of `layer` is next; `stream` includes its attention."""
+        """Receive the input of a layer's MLP; `stream` includes the attention."""
 
     def experts_requested(self, layer: Layer, routing: Routing) -> None:
-        """`layer` has asked its source for experts, and the drives have begun with them."""
+        """Receive a layer's routing, after its experts were requested and the drives have begun to read."""
 
     def layer_done(self, layer: Layer) -> None:
-        """`layer` is computed."""
+        """Receive the end of a layer."""
 
     def before_head(self) -> None:
-        """All layers are computed; the logits are next."""
+        """Receive the end of the last layer, before the logits are computed."""
 
     def pass_done(self) -> None:
-        """The logits are computed."""
+        """Receive the end of a pass, after the logits were computed."""
 
 
 class Observers(PassObserver):
-    """Several observers as one, called in the order given."""
+    """Several observers as one; they are called in the order given."""
 
     def __init__(self, observers: Sequence[PassObserver]) -> None:
         self._observers = tuple(observers)

@@ -1,8 +1,8 @@
-"""Attention Residuals: each sub-layer reads a learned mixture of the stream and of its earlier blocks.
+"""Attention Residuals: attention and MLP each read a learned mixture of the stream and of its earlier blocks.
 
-`blocks` are the streams banked at block starts (depth-wise, made anew in every forward pass) and `stream` is
-the running sum since the last of them. The mixture's weights are a softmax over them of one learned query
-against each entry's direction. All float32; a token's result depends on that token alone.
+`blocks` are the streams banked at block starts (by depth, begun anew in every forward pass), and `stream` is the
+running sum since the last of them. The weights of the mixture are a softmax over one learned query against the
+direction of each entry. All float32; a token's result depends on that token alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = npt.NDArray[np.float32]
 
 
 class ResidualMix:
-    """The mixture in front of one sub-layer, `name` being e.g. "model.layers.3.mlp_res"."""
+    """The mixture before one attention or MLP. `name` is the tensors' prefix, e.g. "model.layers.3.mlp_res"."""
 
     def __init__(self, weights: Weights, name: str, eps: float) -> None:
         norm, projection = weights.floats(f"{name}_norm.weight"), weights.floats(f"{name}_proj.weight")
@@ -33,6 +33,9 @@ class ResidualMix:
         return self._query.ready
 
     def __call__(self, blocks: Sequence[Array], stream: Array) -> Array:
-        """blocks: arrays [S, hidden], oldest first; stream [S, hidden] -> [S, hidden]."""
-        query = self._query()  # also where it plays no part: a damaged tensor is an error wherever it lies
+        """Return the mixture [S, hidden] of blocks and stream.
+
+        `blocks` are arrays [S, hidden], the oldest first; `stream` is [S, hidden].
+        """
+        query = self._query()  # also where it is not used, so that a damaged tensor is always an error
         return kernels.residual_mix([*blocks, stream], query, self._eps) if blocks else stream

@@ -1,12 +1,12 @@
-"""What one timeline remembers between tokens, sized up front.
+"""The state of one timeline between tokens, allocated once.
 
-A KDA layer keeps one matrix per head and the last inputs of its three convolutions: a fixed size. An MLA
-layer keeps, for every token so far, the normalised latent and the shared "rope" columns, in the type that the
-run's configuration names (latent_cache.py); rows for `capacity` tokens are reserved at once, so a timeline never
-grows and never moves. Owned by one session and written by one thread.
+A KDA layer keeps one matrix per head and the last inputs of its three convolutions: a fixed size. An MLA layer
+keeps, for every token so far, the normalised latent and the shared "rope" columns, in the type that the run's
+configuration gives (latent_cache.py). Rows for `capacity` tokens are allocated at once, so that a timeline never
+grows and never moves. One session owns it and one thread writes it.
 
-A state file (docs/state_file.md) sees none of this layout: it asks `state_parts` what there is, and moves rows
-with `rows` and `put_rows`.
+A state file (docs/state_file.md) depends on none of this layout: `state_parts` lists the arrays, and `rows` and
+`put_rows` move their rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3.engine.definition.latent_cache import FORMS, narrowed
+from k3.engine.definition.latent_cache import FORMS, round_to_cache_type
 from k3.model.architecture import ModelConfig
 
 Array = npt.NDArray[np.float32]
@@ -27,12 +27,12 @@ Array = npt.NDArray[np.float32]
 Numbers = npt.NDArray[Any]  # of a latent cache, in its type
 
 _LINE_BYTES = 64
-"""A cache line. Rows of the model's arrays are whole lines, so that no register is loaded from two."""
+"""A cache line. Rows of the model's arrays are whole lines, so that no register is loaded from two lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One array of a layer's state as a state file has it: rows along the first axis."""
+    """One array of a layer's state in the form of a state file: rows along the first axis."""
 
     layer: int
     name: str  # "memory" and "windows" of KDA, "rows" of MLA
@@ -41,7 +41,7 @@ class Part:
 
 
 def _zeros(*shape: int, dtype: npt.DTypeLike = np.float32) -> Numbers:
-    """Zeros whose first number begins a cache line, in pages that are not touched before they are used."""
+    """Return zeros whose first number begins a cache line, in pages that are not touched before their use."""
     count = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(count + _LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % _LINE_BYTES
@@ -50,13 +50,17 @@ def _zeros(*shape: int, dtype: npt.DTypeLike = np.float32) -> Numbers:
 
 @dataclass(slots=True)
 class KdaState:
-    """`memory` [heads, key, value]; `windows` [3 (q, k, v), taps - 1, width], oldest input first."""
+    """State of a KDA layer.
+
+    `memory` [heads, key, value]; `windows` [3 (q, k, v), taps - 1, width], the oldest input first.
+    """
 
     memory: Array
     windows: Array
 
     @classmethod
     def create(cls, config: ModelConfig) -> KdaState:
+        """Return the state before the first token."""
         kda = config.kda
         return cls(
             _zeros(kda.heads, kda.head_dim, kda.head_dim),
@@ -64,7 +68,7 @@ class KdaState:
         )
 
     def rows(self, part: str, start: int, stop: int) -> Array:
-        """Rows [start, stop) of `memory` or `windows`."""
+        """Return rows [start, stop) of `memory` or `windows`."""
         return (self.memory if part == "memory" else self.windows)[start:stop]
 
     def put_rows(self, part: str, start: int, rows: Array) -> None:
@@ -74,39 +78,43 @@ class KdaState:
 
 @dataclass(slots=True)
 class MlaState:
-    """`latent` [capacity, latent], `rope` [capacity, rope]; rows before the timeline's position are filled."""
+    """State of an MLA layer.
+
+    `latent` [capacity, latent], `rope` [capacity, rope]; rows before the timeline's position are filled.
+    """
 
     latent: Numbers
     rope: Numbers
 
     @classmethod
     def create(cls, config: ModelConfig, capacity: int) -> MlaState:
+        """Return the state before the first token, with room for `capacity`."""
         mla, dtype = config.mla, FORMS[config.mla.cache].dtype
         return cls(_zeros(capacity, mla.latent, dtype=dtype), _zeros(capacity, mla.rope, dtype=dtype))
 
     def keep(self, position: int, latent: Array, rope: Array) -> None:
         """Set the rows of tokens from `position` on, float32 [S, latent] and [S, rope], in the cache's type.
 
-        UnsupportedError for a number that it cannot hold.
+        UnsupportedError for a number that the type cannot hold.
         """
         stop = position + len(latent)
-        self.latent[position:stop] = narrowed(latent, self.latent.dtype)
-        self.rope[position:stop] = narrowed(rope, self.rope.dtype)
+        self.latent[position:stop] = round_to_cache_type(latent, self.latent.dtype)
+        self.rope[position:stop] = round_to_cache_type(rope, self.rope.dtype)
 
     def rows(self, part: str, start: int, stop: int) -> Numbers:
-        """Of tokens [start, stop) the latent, then the rope columns, [tokens, latent + rope]. A copy."""
+        """Return latent and rope columns of tokens [start, stop) as [tokens, latent + rope], a copy."""
         assert part == "rows"
         return np.concatenate((self.latent[start:stop], self.rope[start:stop]), axis=1)
 
     def put_rows(self, part: str, start: int, rows: Numbers) -> None:
-        """Set what `rows` gives, from token `start` on."""
+        """Set rows that `rows` has returned, from token `start` on."""
         assert part == "rows"
         stop, latent = start + len(rows), self.latent.shape[1]
         self.latent[start:stop], self.rope[start:stop] = rows[:, :latent], rows[:, latent:]
 
 
 class State:
-    """The state of all layers that are run. `position` tokens have been taken in so far."""
+    """The state of all layers that are run; `position` is the number of tokens taken in."""
 
     def __init__(self, config: ModelConfig, capacity: int) -> None:
         self.capacity = capacity
@@ -118,7 +126,7 @@ class State:
 
 
 def state_parts(config: ModelConfig, tokens: int) -> Iterator[Part]:
-    """Every array of a state after `tokens` tokens, layers ascending."""
+    """Yield every array of a state after `tokens` tokens, layers ascending."""
     kda, mla = config.kda, config.mla
     for layer in config.layers:
         if layer in config.kda_layers:

@@ -1,9 +1,9 @@
-"""Dense tensors by name, each of them claimed exactly once.
+"""Dense tensors by name, each claimed exactly once.
 
-`Weights` gives each tensor of `tensor_names.expected_tensors` out once and checks its shape when it arrives.
-A tensor may be claimed before its bytes are in memory: the first use waits for them. `Matrix` is a weight that
-stays in its stored encoding and is multiplied by the kernels. Claiming and first uses belong to one thread; a
-weight that was used is immutable and may be used from any.
+`Weights` gives out each tensor of `tensor_names.expected_tensors` once, and checks its shape when it arrives. A
+tensor may be claimed before its bytes are in memory: the first use waits for them. `Matrix` is a weight that
+stays in its stored encoding and is multiplied by the kernels. One thread claims tensors and uses them first; any
+thread may use a weight afterwards, which is immutable then.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from k3.model.tensor_names import check_shape, expected_tensors, text_prefix
 Array = npt.NDArray[np.float32]
 
 DAMAGED_OR_PUBLISHED = (
-    "k3-verify --read-data all tells whether weights are damaged or were published so; what was published so, "
-    "only another revision of the model mends"
+    "k3-verify --read-data all tells whether weights are damaged or were published like this; the latter needs "
+    "another revision of the model"
 )
-"""Advice when numbers come out that no sound model gives: whose fault it is cannot be seen here."""
+"""Advice for numbers that no sound model gives; their cause cannot be seen in the engine."""
 
 
 class Matrix:
-    """A weight [rows, columns] in its stored encoding; calling it multiplies."""
+    """A weight [rows, columns] in its stored encoding. A call multiplies by it."""
 
     __slots__ = ("_exact", "_tensor")
 
@@ -51,7 +51,7 @@ class Matrix:
         return self._tensor()
 
     def __call__(self, x: Array) -> Array:
-        """x [S, columns] -> [S, rows]. A row of the result depends only on the same row of x.
+        """Return the product [S, rows] of `x` [S, columns]. A row of it depends only on the same row of `x`.
 
         SourceError for an input that is not finite, where the kernel has to notice.
         """
@@ -73,7 +73,7 @@ class Matrix:
 class Weights:
     """The dense tensors of one model, given out by name without the checkpoint's prefix.
 
-    What is given out waits for its bytes when it is first used.
+    Each waits for its bytes at its first use.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Weights:
         *,
         exact: bool,
     ) -> None:
-        """`reading` gives out the tensors of `needed_names` and is used as long as a weight is not ready."""
+        """Give out tensors from `reading`, which must give those of `needed_names` as long as one was not used."""
         self._exact = exact
         self._reading = reading
         self.prefix = text_prefix(source.tensor_names())
@@ -94,7 +94,7 @@ class Weights:
         self.resident_bytes = 0
 
     def matrix(self, name: str, *, exact: bool | None = None) -> Matrix:
-        """A weight to multiply by. `exact=True` where the model needs float32 whatever the run's setting."""
+        """Return a weight to multiply by. `exact=True` computes in float32 whatever the run's setting."""
         self._claim(name)
         tensor = Deferred(partial(self._take, name))
         self._given.append(tensor)
@@ -108,7 +108,7 @@ class Weights:
         return values
 
     def check_all_claimed(self) -> None:
-        """Assert that the model, once built, uses every tensor of the table."""
+        """Raise AssertionError unless the model, once built, uses every tensor of the table."""
         if self._unclaimed:
             raise AssertionError(f"tensors of the table that no layer claimed: {sorted(self._unclaimed)}")
 
@@ -136,7 +136,7 @@ def _nbytes(tensor: EncodedTensor) -> int:
 
 
 def to_float32(tensor: EncodedTensor) -> Array:
-    """The values of a tensor in any encoding. UnsupportedError for a dtype that holds no real numbers."""
+    """Return a tensor's numbers as float32. UnsupportedError for a dtype that holds no real numbers."""
     if tensor.encoding is Encoding.INT8:
         assert tensor.scales is not None
         return kernels.dequantize_int8(tensor.data, tensor.scales)

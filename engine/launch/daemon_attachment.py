@@ -1,7 +1,8 @@
-"""Running on a k3-store daemon: the model comes through its socket, and so do the experts.
+"""Attach a run to a k3-store daemon: its socket gives the model, and leases of experts.
 
-`attach` opens the connection that `open_experts` later takes over. With the fallback "file", experts are read from
-the container's files whenever there is no daemon; the container must then be the very same one. Main thread only.
+`attach` opens the connection that `open_experts` later takes over. With the fallback "file", experts are read
+from the container's files while no daemon runs; the container must then be the one that the daemon serves. Main
+thread only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _log = logging.getLogger("k3.store")
 
 @dataclass(slots=True)
 class Attachment:
-    """A daemon's model, or the container that stands in for it until there is a daemon."""
+    """A daemon's model, or the container used in its place while no daemon runs."""
 
     socket: Path
     source: ModelSource
@@ -36,11 +37,11 @@ class Attachment:
     opened: list[Container] = field(default_factory=list)
 
     def status(self) -> dict[str, Any] | None:
-        """Ask the daemon for its status; None while the container stands in. DaemonError."""
+        """Ask the daemon for its status; None while the container is used in its place. DaemonError."""
         return None if self.source.has_extents else ask_status(self.socket)
 
     def close(self) -> None:
-        """Let go of the connection, unless `open_experts` took it over, and of all files."""
+        """Close the files, and the connection unless `open_experts` has taken it over."""
         if self.link is not None:
             self.link.close()
             self.link = None
@@ -50,14 +51,14 @@ class Attachment:
 
 
 def attach(settings: ModelSettings) -> Attachment:
-    """Connect to `settings.store`. DaemonError when no daemon is there and no container to fall back on."""
+    """Connect to `settings.store`. DaemonError without a daemon, unless there is a container to use instead."""
     assert settings.store is not None
     try:
         link = Link.open(settings.store, f"k3-run {os.getpid()}")
     except DaemonError as error:
         if settings.fallback != "file" or settings.container is None:
             raise
-        _log.warning("%s; reading from %s meanwhile", error.problem, settings.container)
+        _log.warning("%s; reading from %s until a daemon runs", error.problem, settings.container)
         return Attachment(settings.store, Container.open(settings.container, settings.roots), None)
     try:
         model = DaemonModel(link)
@@ -69,7 +70,7 @@ def attach(settings: ModelSettings) -> Attachment:
 
 
 def _check_fallback(model: DaemonModel, settings: ModelSettings) -> None:
-    """Find out now, and not when the daemon has gone, that the container to fall back on is another model."""
+    """Refuse a container for the fallback that is another model, now and not when the daemon is gone."""
     if settings.fallback == "file" and settings.container is not None:
         container = Container.open(settings.container, settings.roots)
         try:
@@ -79,18 +80,22 @@ def _check_fallback(model: DaemonModel, settings: ModelSettings) -> None:
 
 
 def _check_same(container: Container, identity: ModelIdentity) -> None:
+    """Raise DaemonError unless the container is the model with this identity."""
     if container.identity != identity:
         raise DaemonError(
             f"this container is not the model that k3-store serves: {container.identity.differences(identity)}",
             path=container.home,
-            advice="Name the container that the daemon serves with --container and --dirs",
+            advice="Give the container that the daemon serves by --container and --dirs",
         )
 
 
 def open_experts(
     attachment: Attachment, settings: ModelSettings, *, cache_bytes: int, prefetch_slots: int
 ) -> DaemonSource:
-    """Return the source of experts, which takes over the connection. The sizes are the fallback's."""
+    """Return a source of experts that takes over the attachment's connection.
+
+    `cache_bytes` and `prefetch_slots` are for the files that it falls back to.
+    """
     link, attachment.link = attachment.link, None
     identity = attachment.source.identity
     home = settings.container or attachment.source.directories[0]

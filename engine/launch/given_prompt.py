@@ -1,4 +1,4 @@
-"""Checks on a prompt that need neither the vocabulary nor a saved state: ids, length, small files. Main thread."""
+"""Checks of a prompt that need neither vocabulary nor saved state: ids, length, small files. Main thread."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from k3.engine.launch.timeline import check_ids
 
 
 def check_given(opened: OpenedModel, settings: RunSettings) -> None:
-    """Refuse a prompt by its ids, its least length, and small files that are missing.
+    """Refuse a prompt for its ids or its length, and a model whose small files for it are missing.
 
-    SettingsError; ConfigError for files of the vocabulary or of generation that are missing or not sound.
+    SettingsError for the prompt; ConfigError for files of the vocabulary or of generation that are missing or not
+    sound.
     """
     if not settings.ignore_eos:
         opened.eos_ids()
@@ -19,7 +20,7 @@ def check_given(opened: OpenedModel, settings: RunSettings) -> None:
     if settings.ids is not None:
         check_given_ids(settings.ids, opened)
     elif not opened.has_vocabulary:
-        opened.tokenizer()  # says which file is missing
+        opened.tokenizer()  # raises, naming the file that is missing
     tokens = 1 if settings.ids is None else len(settings.ids)
     checked_capacity(tokens, settings, opened.config.max_positions)
 
@@ -33,7 +34,10 @@ def check_given_ids(ids: tuple[int, ...], opened: OpenedModel) -> None:
 
 
 def checked_capacity(prompt_tokens: int, settings: RunSettings, max_positions: int) -> int:
-    """Return the tokens that the timeline must hold. SettingsError when that is more than it may be."""
+    """Return the tokens that the timeline must hold: prompt and generation.
+
+    SettingsError when they exceed the model's context or --max-tokens.
+    """
     capacity = prompt_tokens + settings.generate
     limit, name = max_positions, "the model's context (max_position_embeddings)"
     if settings.max_tokens is not None:

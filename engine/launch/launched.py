@@ -1,8 +1,8 @@
 """The first half of every `k3-run`: open the model, refuse what cannot run, begin to load the weights.
 
-Validates all input that needs no weights and no vocabulary, then loads the weights in the background. The second
-half (`engine/run/generation.py`) imports NumPy, the kernels and the model while the drive reads; nothing here
-imports them, so that the first read begins as early as it can. Main thread only.
+All input is validated that needs neither weights nor vocabulary; then the weights load in the background. The
+second half (`engine/run/generation.py`) imports NumPy, the kernels and the model while the drive reads. Nothing
+here imports them, so that the first read begins as early as it can. Main thread only.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from k3.base.memory_limit import Limit, memory_limit
 from k3.base.streams import say
 from k3.engine.definition.settings import ModelSettings, RunSettings
 from k3.engine.launch.given_prompt import check_given
-from k3.engine.launch.loading import check_dense_fits, loading_weights, without
+from k3.engine.launch.loading import check_dense_fits, loading_weights, reduce_limit
 from k3.engine.launch.model_files import OpenedModel, open_model_files
 from k3.engine.launch.output_paths import check_distinct, check_outside_model
 from k3.model.model_source import TensorLoad
 
 VOCABULARY_BYTES = 100_000_000
-"""Memory that the vocabulary of the whole model takes, about; read after the limit is measured."""
+"""Memory that the vocabulary of the whole model takes, roughly. It is read after the limit was measured."""
 
 IMPORTS_BYTES = 20_000_000
-"""Memory that is still to be imported takes, about."""
+"""Memory that the modules take, roughly, which are imported after the limit was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A model whose files are sound and whose weights are loading; the memory limit as it was before loading."""
+    """A model whose files are sound and whose weights are loading, and the memory limit before loading."""
 
     opened: OpenedModel
     weights: TensorLoad
@@ -39,7 +39,7 @@ class Launched:
 
 @contextlib.contextmanager
 def opened_model(settings: ModelSettings) -> Iterator[OpenedModel]:
-    """Open the model that the settings name, print its warnings, and close it with the block."""
+    """Open the model that the settings name and print its warnings; close it at the end of the block."""
     with contextlib.closing(open_model_files(settings)) as opened:
         for warning in opened.warnings:
             say(f"warning: {warning}\n")
@@ -48,10 +48,10 @@ def opened_model(settings: ModelSettings) -> Iterator[OpenedModel]:
 
 @contextlib.contextmanager
 def launch(settings: RunSettings, import_rest: Callable[[], object]) -> Iterator[Launched]:
-    """Open the model and load its weights in the background; all is closed with the block. Raises K3Error.
+    """Open the model and load its weights in the background; close both at the end of the block. Raises K3Error.
 
-    `import_rest` imports the second half of a run. It is called only where the memory that this takes has to be
-    measured.
+    `import_rest` imports the second half of a run. It is called here only where the memory that this takes has to
+    be measured.
     """
     check_distinct(settings)
     with opened_model(settings.model) as opened:
@@ -64,10 +64,10 @@ def launch(settings: RunSettings, import_rest: Callable[[], object]) -> Iterator
 
 
 def _limit(import_rest: Callable[[], object], *, with_vocabulary: bool) -> Limit:
-    """Measure the memory that a run may take, less its imports and the vocabulary of a text."""
+    """Return the memory that a run may take, less that of later imports and of a text's vocabulary."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-        limit = without(memory_limit(), IMPORTS_BYTES)
-    else:  # the rest takes 125 MB of address space, which have to count
+        limit = reduce_limit(memory_limit(), IMPORTS_BYTES)
+    else:  # imports take 125 MB of address space, which the limit has to cover
         import_rest()
         limit = memory_limit()
-    return without(limit, VOCABULARY_BYTES) if with_vocabulary else limit
+    return reduce_limit(limit, VOCABULARY_BYTES) if with_vocabulary else limit

@@ -1,4 +1,4 @@
-"""Dense weights loading in the background, with a progress bar, from the moment a model is known to be sound.
+"""Dense weights that load in the background behind a progress bar.
 
 Nothing here imports NumPy or the kernels: the first read begins before either is in memory.
 """
@@ -28,9 +28,9 @@ def check_dense_fits(opened: OpenedModel, settings: ModelSettings, limit: Limit)
 
 @contextlib.contextmanager
 def loading_weights(opened: OpenedModel, *, as_json: bool = False) -> Iterator[TensorLoad]:
-    """Read the model's dense weights in the background, shown by a progress bar, until the block is left."""
+    """Load the model's dense weights in the background, behind a progress bar, until the end of the block."""
     sizes = {name: opened.source.dense(name).resident_bytes for name in opened.names}
-    with contextlib.ExitStack() as display:  # closed at the end of reading, or with the block if that is earlier
+    with contextlib.ExitStack() as display:  # closed when reading ends, or with the block if that is earlier
         bar = Progress("loading", sum(sizes.values()), as_json=as_json)
         display.callback(bar.close)
         display.enter_context(_gil_switch_interval(GIL_SWITCH_INTERVAL_S))
@@ -40,11 +40,12 @@ def loading_weights(opened: OpenedModel, *, as_json: bool = False) -> Iterator[T
         try:
             yield loading
         finally:
-            loading.close()  # before the bar, which a load that is being closed still moves
+            loading.close()  # close before the bar: a closing load still updates it
 
 
 @contextlib.contextmanager
 def _gil_switch_interval(seconds: float) -> Iterator[None]:
+    """Set the interpreter's switch interval inside the block."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:
@@ -53,6 +54,6 @@ def _gil_switch_interval(seconds: float) -> Iterator[None]:
         sys.setswitchinterval(before_s)
 
 
-def without(limit: Limit, nbytes: int) -> Limit:
-    """Return the limit less memory that is going to be used for something else."""
+def reduce_limit(limit: Limit, nbytes: int) -> Limit:
+    """Return the limit with `nbytes` less free memory, but at least none."""
     return replace(limit, free_bytes=max(0.0, limit.free_bytes - nbytes))

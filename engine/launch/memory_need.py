@@ -1,7 +1,7 @@
-"""Does it fit in memory? Asked once, before anything is loaded, answered with numbers.
+"""The memory that a run needs, in terms, and its comparison with the limit before anything is loaded.
 
-The limit is the tightest that `base.memory_limit` finds. Nothing is clamped to fit: a run that needs more
-is refused, with the terms of its need, while there is still something the user can change. Pure; any thread.
+The limit is the tightest that `base.memory_limit` finds. Nothing is reduced to fit: a run that needs more is
+refused with all terms, so that the user can change one. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from k3.base.errors import UnsupportedError
 from k3.base.memory_limit import Limit, gb
 
 CHUNK_COPIES = 4
-"""Arrays as wide as the widest layer that a pass holds at once, about."""
+"""Arrays as wide as the widest layer that a pass holds at once, roughly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a run will take, term by term, in the order they are printed."""
+    """The bytes that a run takes, by term, in the order in which they are printed."""
 
     dense_bytes: int
-    load_bytes: int  # on top while loading: the largest tensors as they are stored in the source
+    load_bytes: int  # in addition while loading: the largest tensors, in the source's dtype
     state_bytes: int
     activation_bytes: int
-    working_bytes: int  # experts being read or multiplied
+    working_bytes: int  # experts that are being read or multiplied
     cache_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Most that is held at once: experts are read only after loading has ended."""
+        """The largest amount held at once. Experts are read only after loading has ended."""
         later_bytes = self.activation_bytes + self.working_bytes + self.cache_bytes
         return self.dense_bytes + self.state_bytes + max(self.load_bytes, later_bytes)
 
     def text(self) -> str:
-        """The terms in one phrase."""
+        """Return all terms in one phrase."""
         terms = [
             ("dense weights", self.dense_bytes),
             ("tensors being loaded", self.load_bytes),
@@ -46,11 +46,11 @@ class Need:
 
 
 def check_fits(need: Need, limit: Limit) -> None:
-    """UnsupportedError with all numbers when the need exceeds the limit."""
+    """Raise UnsupportedError, with all numbers, when the need exceeds the limit."""
     if need.total_bytes > limit.free_bytes:
         raise UnsupportedError(
             f"this run needs {gb(need.total_bytes)} of memory ({need.text()}) and {limit.set_by} leaves "
             f"{gb(limit.free_bytes)}",
-            advice="Give it more memory, a smaller expert cache (--expert-gb), a shorter context "
+            advice="Give the run more memory, a smaller expert cache (--expert-gb), a shorter context "
             "(--max-tokens), or weights of fewer bits",
         )

@@ -1,8 +1,7 @@
-"""What a run will hold in memory, from headers and configuration alone, before any weight is read.
+"""The memory that a run will take, from headers and configuration alone, before any weight is read.
 
-`k3-run` and its `--plan` ask the same function, so what is printed is what is run, but for what a text's
-vocabulary takes (up to 0.1 GB): a run that reads it beside the weights leaves that out of its cache. Pure; any
-thread.
+`k3-run` and its `--plan` call the same function, so that a run takes what was printed. One difference remains: a
+run on text leaves room for the vocabulary (0.1 GB), which it reads beside the weights. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from k3.store.local.fetch import buffer_bytes
 from k3.store.local.file_source import WORKING_SLOTS
 
 AUTO_CACHE_SHARE = 0.8
-"""Part of the memory left over that an expert cache of no given size takes; the rest is for the page cache."""
+"""Part of the free memory that an expert cache takes if no size is given; the page cache has the rest."""
 
 DENSE_PARTS: tuple[Use, ...] = get_args(Use)
 """Purposes of dense weights, in the order in which they are printed."""
@@ -35,10 +34,10 @@ _VECTORS: Use = "norms and other vectors"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The need of a run, the limit it has to keep to, and where the bytes go.
+    """The memory that a run needs, its limit, and the use of each byte.
 
-    `parts` is the need's `dense_bytes` by what they are for; `cached_experts` are how many the cache holds, of
-    `experts` in all; `prefetch` are those that may be read on a guess.
+    `parts` is the need's `dense_bytes` by purpose, `experts` the number of experts in all layers that are run,
+    `prefetch` the number of them that look-ahead may read before a layer asks.
     """
 
     need: Need
@@ -47,40 +46,40 @@ class MemoryPlan:
     capacity: int
     slot_bytes: int
     experts: int
-    expert_bytes: int  # of the largest
+    expert_bytes: int  # of the largest expert
     prefetch: int
 
     @property
     def cache_bytes(self) -> int:
-        """What the run's own expert cache gets."""
+        """Bytes of the run's own expert cache."""
         return self.need.cache_bytes
 
     @property
     def cached_experts(self) -> int:
-        """Experts that the run's own cache holds once it is full."""
+        """Experts that the run's own cache holds when it is full."""
         return min(self.experts, self.cache_bytes // self.slot_bytes) if self.slot_bytes else 0
 
     @property
     def fits(self) -> bool:
-        """Whether the need keeps to the limit."""
+        """True when the need does not exceed the limit."""
         return self.need.total_bytes <= self.limit.free_bytes
 
     def check(self) -> None:
-        """UnsupportedError with all numbers when the need exceeds the limit."""
+        """Raise UnsupportedError, with all numbers, when the need exceeds the limit."""
         check_fits(self.need, self.limit)
 
 
 def plan_memory(
     opened: OpenedModel, settings: ModelSettings, limit: Limit, *, capacity: int, chunk: int, every_logit: bool
 ) -> MemoryPlan:
-    """Return the memory that a run of `capacity` tokens needs, prompts taken in `chunk` tokens at a time.
+    """Return the memory that a run of `capacity` tokens needs, which takes prompts in `chunk` tokens at a time.
 
-    Unless the settings say how many, as many experts as a token uses may be read on a guess, so long as this
-    process reads experts at all, and does not come to have all of them in memory.
+    `every_logit` asks for the logits of all prompt tokens. If the settings give no number, look-ahead may read as
+    many experts as a token uses; none where a daemon reads them, or where the cache holds all of them.
     """
     source, config = opened.source, opened.config
     layers = [layer for layer in config.layers if layer in config.moe_layers]
-    own_cache = settings.store is None or settings.fallback == "file"  # else the daemon has it
+    own_cache = settings.store is None or settings.fallback == "file"  # otherwise the daemon has the only one
     slot_bytes = max((buffer_bytes(source.expert_layout(layer)) for layer in layers), default=0)
     prefetch = settings.prefetch
     if prefetch is None:
@@ -111,7 +110,7 @@ def plan_memory(
 def held_bytes(tensor: DenseInfo, *, as_float32: bool) -> int:
     """Return this process's memory for a dense tensor that a run uses as it is stored, or as float32.
 
-    A tensor stored in another dtype is then copied; its stored form stays as long as `kept_bytes` says.
+    A tensor that is needed as float32 and stored otherwise is copied; `kept_bytes` of its stored form stay.
     """
     if not as_float32 or tensor.dtype == "F32":
         return tensor.resident_bytes
@@ -119,7 +118,7 @@ def held_bytes(tensor: DenseInfo, *, as_float32: bool) -> int:
 
 
 def activation_bytes(config: ModelConfig, chunk: int, *, every_logit: bool) -> int:
-    """About what a pass over `chunk` tokens holds at once besides weights and state."""
+    """Return roughly the bytes that a pass over `chunk` tokens holds besides weights and state."""
     moe, mla, kda = config.moe, config.mla, config.kda
     widest = max(
         2 * config.dense_inner,

@@ -1,7 +1,7 @@
 """The files of a model, on disk or behind a daemon: opened, and checked as far as that needs no weights.
 
-Runs before the first read of a weight, so it must not import NumPy, the kernels or anything else that takes longer
-to import than a container takes to open. Main thread only.
+Runs before the first read of a weight, so it must not import NumPy, the kernels, or anything else that takes
+longer to import than a container takes to open. Main thread only.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ _IDS_STILL_WORK = "Without it only --ids works: token ids in, token ids out"
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that can be run by its files, with nothing loaded yet."""
+    """A model whose files were found sound, with no weights loaded yet."""
 
     source: ModelSource
     config: ModelConfig
-    names: tuple[str, ...]  # dense tensors that a run reads
+    names: tuple[str, ...]  # the dense tensors that a run reads
     warnings: tuple[str, ...]
-    attachment: Attachment | None = None  # to the daemon that the model comes from
+    attachment: Attachment | None = None  # to the daemon that serves the model
 
     def close(self) -> None:
-        """Close the files and the connection; nothing can be read afterwards."""
+        """Close the files and the connection. Nothing can be read afterwards."""
         if self.attachment is not None:
             self.attachment.close()
         else:
             self.source.close()
 
     def daemon_status(self) -> dict[str, Any] | None:
-        """Ask the daemon that the model comes from for its status; None without one. DaemonError."""
+        """Ask the daemon that serves the model for its status; None without a daemon. DaemonError."""
         return None if self.attachment is None else self.attachment.status()
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the vocabulary's files are there."""
+        """True when the vocabulary's files exist."""
         paths = [self.source.text_file(name) for name in _VOCABULARY_FILES]
         return all(path is not None and is_file(path) for path in paths)
 
     def tokenizer(self) -> Tokenizer:
-        """The model's vocabulary. ConfigError when its files are missing or do not fit."""
+        """Read the model's vocabulary. ConfigError when its files are missing or contradict the configuration."""
         ranks, names = self._text_file(RANKS_NAME), self._text_file(SPECIAL_NAMES_NAME)
         if ranks is None:
             raise ConfigError(f"the model has no {RANKS_NAME}, so text cannot be encoded", advice=_IDS_STILL_WORK)
@@ -79,29 +79,29 @@ class OpenedModel:
         return Tokenizer(parse_vocabulary(ranks[1], ranks[0], names[1], names[0], self.config.vocab))
 
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generation: generation_config.json's, else config.json's."""
+        """Return the tokens that end a generation: those of generation_config.json, else of config.json."""
         file = self._text_file(GENERATION_NAME)
         ids = None if file is None else parse_eos_ids(file[1], file[0], self.config.vocab)
         return self.config.eos_ids if ids is None else ids
 
     def _text_file(self, name: str) -> tuple[Path, bytes] | None:
-        """Return path and bytes of a small file of the model, None without it. Raises what reading it raises."""
+        """Return path and bytes of a small file of the model, None without it. Raises K3Error."""
         path, data = self.source.text_file(name), self.source.text_bytes(name)
         return None if path is None or data is None else (path, data)
 
 
 def open_model_files(settings: ModelSettings) -> OpenedModel:
-    """Open the container or snapshot and check configuration and names. Reads no weights.
+    """Open the model that the settings name, and check its configuration and names. Reads no weights.
 
-    What it returns is the caller's to close.
+    The caller closes what is returned. K3Error of the kind that fits.
     """
     if settings.store is not None:
-        return _attached(settings)
+        return _open_behind_daemon(settings)
     if settings.container is None:
         from k3.checkpoint.snapshot import Snapshot
 
         snapshot = Snapshot.open(settings.snapshot, recipe=_recipe(settings), layers=_snapshot_layers(settings))
-        return _checked(snapshot, settings, list(snapshot.warnings))
+        return _check_names(snapshot, settings, list(snapshot.warnings))
     container = Container.open(settings.container, settings.roots)
     try:
         _check_recipe(container, settings)
@@ -109,19 +109,19 @@ def open_model_files(settings: ModelSettings) -> OpenedModel:
             f"--dirs: {place} holds no root of this container"
             for place in unused_places(container.roots, settings.roots)
         ]
-        return _checked(container, settings, warnings)
+        return _check_names(container, settings, warnings)
     except BaseException:
         container.close()
         raise
 
 
-def _attached(settings: ModelSettings) -> OpenedModel:
-    """The model of the daemon that the settings name."""
+def _open_behind_daemon(settings: ModelSettings) -> OpenedModel:
+    """Open the model of the daemon that the settings name."""
     from k3.engine.launch.daemon_attachment import attach
 
     attachment = attach(settings)
     try:
-        opened = _checked(attachment.source, settings, [])
+        opened = _check_names(attachment.source, settings, [])
     except BaseException:
         attachment.close()
         raise
@@ -129,9 +129,9 @@ def _attached(settings: ModelSettings) -> OpenedModel:
 
 
 def _snapshot_layers(settings: ModelSettings) -> range | None:
-    """Layers that a snapshot is opened for, so that shards of others need not be there; None for all.
+    """Return the layers that a snapshot is opened for, so that shards of others need not exist; None for all.
 
-    That the model has them is checked here, before the shards are looked at.
+    SettingsError, before any shard is opened, when the model does not have these layers.
     """
     if settings.layers is None:
         return None
@@ -139,16 +139,16 @@ def _snapshot_layers(settings: ModelSettings) -> range | None:
         config_path = snapshot_directory(path) / CONFIG_NAME
         if is_there(config_path):
             return _configured(ModelConfig.from_raw(load_config(config_path), config_path), settings).layers
-    return parse_layers(settings.layers)  # there is no configuration; opening will say so
+    return parse_layers(settings.layers)  # without a configuration; opening the snapshot raises for that
 
 
-def _checked(source: ModelSource, settings: ModelSettings, warnings: list[str]) -> OpenedModel:
+def _check_names(source: ModelSource, settings: ModelSettings, warnings: list[str]) -> OpenedModel:
+    """Return the model if its names, shapes, dtypes and expert layers are those of its configuration. K3Error."""
     config_path = source.config_path
     config = _configured(ModelConfig.from_raw(source.config, config_path), settings)
     if config.unknown_keys:
         warnings.append(
-            f"{config_path} has keys that this engine does not know and does not follow: "
-            f"{', '.join(config.unknown_keys)}"
+            f"{config_path} has keys that this engine does not know and ignores: {', '.join(config.unknown_keys)}"
         )
     names = needed_names(source.tensor_names(), config)
     tensors = {name: source.dense(name) for name in names}
@@ -161,13 +161,13 @@ def _checked(source: ModelSource, settings: ModelSettings, warnings: list[str]) 
 
 
 def _recipe(settings: ModelSettings) -> Recipe:
-    """What the options ask for; what they leave open is 8 bits, as when repacking."""
+    """Return the recipe that the options ask for; where they are silent it is 8 bits, as when repacking."""
     chosen = [settings.bits, settings.mla_bits, settings.head_bits]
     return Recipe(*(DEFAULT_BITS if bits is None else bits for bits in chosen))
 
 
 def _check_recipe(container: Container, settings: ModelSettings) -> None:
-    """A container was quantized when it was made; asking for other bits now cannot be honoured."""
+    """Raise SettingsError when the options ask for other bits than the container was made with."""
     made = container.manifest.quantization
     for key in ("bits", "mla_bits", "head_bits"):
         asked = getattr(settings, key)
@@ -180,6 +180,7 @@ def _check_recipe(container: Container, settings: ModelSettings) -> None:
 
 
 def _configured(config: ModelConfig, settings: ModelSettings) -> ModelConfig:
+    """Return the configuration as changed by the options. SettingsError for layers that do not exist."""
     if settings.mla_eps is not None:
         config = config.with_mla_eps(settings.mla_eps)
     config = config.with_latent_cache(settings.latent_type)

@@ -1,7 +1,7 @@
-"""Options that every command on a model takes, and the settings that they mean.
+"""Options of every command that takes a model, and the settings that they stand for.
 
-Two decorators, so that --help keeps to the order in which a user decides: which model, then, after the command's
-own options, how it is run. Imports nothing heavy.
+There are two decorators, because --help lists options in the order in which a user decides: first the model, then
+the command's own options, then the way it is run. Imports no NumPy and no part of the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACE = click.Path(path_type=Path, readable=False)  # that it may not be used i
 _WHICH_MODEL = (
     click.option("--container", type=_PLACE, help="Run from a container made by k3-repack."),
     directories_option(
-        "--dirs", help="With --container: where its roots are.", show_envvar=True, envvar="K3_DIRS"
+        "--dirs", help="With --container: the directories of its roots.", show_envvar=True, envvar="K3_DIRS"
     ),
     click.option(
         "--snapshot",
@@ -39,12 +39,12 @@ _WHICH_MODEL = (
         type=_PLACE,
         show_envvar=True,
         envvar="K3_STORE",
-        help="Run on the k3-store daemon that serves on this socket: model and experts come from there.",
+        help="Run from the k3-store daemon on this socket, which serves the model and its experts.",
     ),
     click.option(
         "--fallback",
         type=click.Choice(["file"]),
-        help="With --store: while there is no daemon, read experts from the container's files.",
+        help="With --store: read experts from the container's files while no daemon runs.",
     ),
     click.option(
         "--bits",
@@ -85,7 +85,7 @@ _HOW_TO_RUN = (
         type=Layers(),
         show_envvar=True,
         envvar="K3_LAYERS",
-        help="Run only the first N layers, or layers A-B (from 0). For measuring; the text is nonsense.",
+        help="Run only the first N layers, or layers A-B (from 0). For measurements; the text is meaningless.",
     ),
     click.option(
         "--idot/--exact",
@@ -99,15 +99,15 @@ _HOW_TO_RUN = (
         "--mla-eps",
         type=click.Choice(["1e-6", "1e-5"]),
         default="1e-6",
-        help="Epsilon of the latent norms: the published code's, or the one some other engines use.",
+        help="Epsilon of the latent norms: 1e-6 as in the published code, or 1e-5 as in some other engines.",
     ),
     click.option(
         "--latent-dtype",
         "latent_type",
         type=click.Choice(["f32", "bf16", "f16"]),
         default="f32",
-        help="Type in which full-attention layers keep what they know of each token. bf16 and f16 take half the "
-        "memory, and change results slightly.",
+        help="Type of the latent cache of full-attention layers. bf16 and f16 take half the memory, and change "
+        "results slightly.",
     ),
     click.option(
         "--expert-gb",
@@ -121,7 +121,7 @@ _HOW_TO_RUN = (
         type=Whole(0, 1024),
         show_envvar=True,
         envvar="K3_PREFETCH",
-        help="Look ahead: let at most this many experts of a layer be read before it asks for them; 0 is off.  "
+        help="Look-ahead: read at most this many experts of a layer before it asks for them; 0 turns it off.  "
         "[default: as many as a token uses; 0 when all experts fit in memory or a daemon has them]",
     ),
     click.option(
@@ -136,39 +136,46 @@ _HOW_TO_RUN = (
         "verify",
         type=click.Choice(["always", "first", "never"]),
         default="always",
-        help="Which reads of experts are compared with their digests.",
+        help="Reads of experts that are compared with their digests.",
     ),
     click.option("--threads", type=Whole(1, 1024), help="Arithmetic threads.  [default: one per core]"),
 )
 
+_DAEMON_OPTIONS = {
+    "dirs": ("--dirs", "--dirs"), "expert_gb": ("--expert-gb", "--cache-gb"), "direct": ("--direct", "--direct"),
+    "verify": ("--verify-reads", "--verify-reads"),
+}  # fmt: skip
+"""Options that a daemon decides for all its clients, and the options of `k3-store serve` that set them."""
+
 
 def model_options(command: Command) -> Command:
-    """Which model, from where, in how many bits."""
+    """Add the options that choose a model, its place and its bits."""
     return _with(command, _WHICH_MODEL)
 
 
 def engine_options(command: Command) -> Command:
-    """How much of it is run, how exactly, with how much memory and how many threads."""
+    """Add the options that choose layers, arithmetic, memory and threads."""
     return _with(command, _HOW_TO_RUN)
 
 
 def _with(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    """Return the command with these options, in this order under --help."""
     for option in reversed(options):
         command = option(command)
     return command
 
 
 def model_settings(options: dict[str, Any]) -> ModelSettings:
-    """The options of both decorators as settings. click.UsageError for combinations that mean nothing."""
+    """Return the options of both decorators as settings. click.UsageError for contradictions."""
     from k3.engine.definition.settings import ModelSettings
 
     container, snapshot, store = options["container"], options["snapshot"], _store(options)
     if container is not None and snapshot:
-        raise click.UsageError("--container and --snapshot name two models; give one of them.")
+        raise click.UsageError("--container and --snapshot give two models; leave one of them out.")
     if container is None and not snapshot and store is None:
-        raise click.UsageError("Which model? Give --container or --snapshot, or a daemon's --store.")
+        raise click.UsageError("No model: give --container, --snapshot or --store.")
     if snapshot and on_command_line("dirs"):
-        raise click.UsageError("--dirs says where a container's roots are; with --snapshot it means nothing.")
+        raise click.UsageError("--dirs gives the roots of a container and cannot be used with --snapshot.")
     bits, mla_bits, head_bits = (
         None if options[key] is None or store is not None else int(options[key])
         for key in ("bits", "mla_bits", "head_bits")
@@ -197,30 +204,40 @@ def model_settings(options: dict[str, Any]) -> ModelSettings:
 
 
 def _store(options: dict[str, Any]) -> Path | None:
-    """The daemon's socket, if this run is on one. A model that is named outweighs K3_STORE in the environment."""
+    """Return the socket of the daemon that this run uses, None without one.
+
+    A container or snapshot on the command line has precedence over K3_STORE in the environment.
+    """
     store: Path | None = options["store"]
     named = options["container"] is not None or options["snapshot"]
     if store is not None and named and not on_command_line("store") and options["fallback"] is None:
         return None
     if store is None:
         if options["fallback"] is not None:
-            raise click.UsageError("--fallback is for --store: which daemon?")
+            raise click.UsageError("--fallback needs --store.")
         return None
     if options["snapshot"]:
-        raise click.UsageError("--store and --snapshot name two models; give one of them.")
+        raise click.UsageError("--store and --snapshot give two models; leave one of them out.")
     if options["fallback"] is None:
         if named:
-            raise click.UsageError("--store and --container name two models; together only with --fallback file.")
-        for name in ("dirs", "expert_gb", "direct", "verify"):
+            raise click.UsageError(
+                "--store and --container give two models; leave one out, or add --fallback file."
+            )
+        for name, (option, daemon_option) in _DAEMON_OPTIONS.items():
             if on_command_line(name):
-                raise click.UsageError(f"--{name.replace('_', '-')} is the daemon's business, given --store.")
+                raise click.UsageError(
+                    f"{option} cannot be used with --store; set {daemon_option} on k3-store serve."
+                )
     for name in ("bits", "mla_bits", "head_bits"):
         if on_command_line(name):
-            raise click.UsageError(f"--{name.replace('_', '-')} was decided when the container was made.")
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} cannot be used with --store: "
+                "it was chosen when the container was made."
+            )
     return store
 
 
 def on_command_line(name: str) -> bool:
-    """Whether an option was typed, and does not come from the environment or a default."""
+    """Return True for an option given on the command line, not by the environment or a default."""
     source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.COMMANDLINE

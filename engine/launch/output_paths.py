@@ -1,8 +1,8 @@
-"""Where a run writes besides stdout, and that it damages no model and no other file of its own.
+"""Checks that the files a run writes damage neither the model nor each other.
 
-The files that --logits, --trace, --route-trace and --state name are compared by what they are, not by how they are
-spelled: links, relative paths and second mounts lead to the same directory. Looks at directories, writes
-nothing; main thread.
+The files of --logits, --trace, --route-trace and --state are compared by device and inode, not by spelling:
+links, relative paths and second mounts lead to the same directory. Looks at directories and writes nothing; main
+thread.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from k3.engine.definition.settings import ModelSettings, RunSettings, SettingsEr
 from k3.model.model_source import ModelSource
 
 _Identity = tuple[int, int]  # device and inode
-_ELSEWHERE = "Give a place outside the model"
+_ELSEWHERE = "Give a path outside the model"
 
 
 def check_distinct(settings: RunSettings) -> None:
-    """SettingsError when two options name one file, or one of them a whole disk."""
+    """Raise SettingsError when two options name one file, or one of them a block device."""
     seen: dict[str, str] = {}
     for option, path in _targets(settings):
         status = _status(path)
@@ -30,12 +30,14 @@ def check_distinct(settings: RunSettings) -> None:
             other = seen.setdefault(key, option)
             if other != option:
                 raise SettingsError(
-                    f"{other} and {option} name the same file", path=path, advice="Give each its own file"
+                    f"{other} and {option} name the same file",
+                    path=path,
+                    advice="Give each option a file of its own",
                 )
 
 
 def check_outside_model(settings: RunSettings, source: ModelSource) -> None:
-    """SettingsError when an option names a place inside the model's directories, or a file of the model."""
+    """Raise SettingsError when an option names a file of the model, or a place inside its directories."""
     targets = [(option, path) for option, path in _targets(settings) if not _is_stream(path)]
     if not targets:
         return
@@ -61,6 +63,7 @@ def check_outside_model(settings: RunSettings, source: ModelSource) -> None:
 
 
 def _targets(settings: RunSettings) -> list[tuple[str, Path]]:
+    """Return the files that the settings name, each with its option."""
     named = (
         ("--logits", settings.logits), ("--trace", settings.trace), ("--route-trace", settings.route_trace),
         ("--state", settings.state),
@@ -71,7 +74,8 @@ def _targets(settings: RunSettings) -> list[tuple[str, Path]]:
 def _named_directories(settings: ModelSettings) -> tuple[Path, ...]:
     """Return directories that belong to the model by the settings alone.
 
-    A cache's folder above a snapshot; with --store, the container to fall back on, which is not open yet.
+    These are the folder of a download cache above a snapshot and, with --store, the container to fall back on,
+    which is not open yet.
     """
     fallback = (
         () if settings.container is None or settings.store is None else (settings.container, *settings.roots)
@@ -80,7 +84,7 @@ def _named_directories(settings: ModelSettings) -> tuple[Path, ...]:
 
 
 def _files(source: ModelSource, directories: Iterable[Path]) -> Iterator[Path]:
-    """Yield files of the model, which may be links to somewhere else: a download's blobs."""
+    """Yield the files of the model; they may be links to places outside, such as a download's blobs."""
     yield from source.files()
     for directory in directories:
         if os.access(directory, os.R_OK):  # a daemon's may be closed to this user
@@ -88,13 +92,13 @@ def _files(source: ModelSource, directories: Iterable[Path]) -> Iterator[Path]:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether a device or a pipe is there: writing into it changes no file."""
+    """Return True for a device or a pipe: writing into it changes no file."""
     status = _status(path)
     return status is not None and not stat.S_ISREG(status.st_mode)
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """What is there, None for nothing, or nothing that this user can reach and so write to."""
+    """Return the status of a path, None if nothing is there or this user cannot reach it."""
     try:
         return path.stat()
     except OSError:
@@ -102,4 +106,5 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _identity(status: os.stat_result) -> _Identity:
+    """Return device and inode."""
     return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""Parameter types of `k3-run` and the words for what is wrong with a value. Pure; imports nothing heavy."""
+"""Parameter types of `k3-run` options, with the messages for values that cannot be meant. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import click
 from k3.base.option_types import short
 
 _IDS = re.compile(r"^\s*[0-9]+\s*(,\s*[0-9]+\s*)*$")
-_MAX_DIGITS = 10  # a longer number cannot be a token id; Python would take very long to parse a very long one
+_MAX_DIGITS = 10  # no token id is longer, and Python parses very long numbers very slowly
 
 
 class Ids(click.ParamType["tuple[int, ...]"]):
-    """Token ids: 1,2,3."""
+    """A list of token ids, such as 1,2,3."""
 
     name = "ids"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the parsed value, or fail with a message. See `click.ParamType.convert`."""
         if isinstance(value, tuple):
             return value
         if not _IDS.match(value):
@@ -30,11 +31,12 @@ class Ids(click.ParamType["tuple[int, ...]"]):
 
 
 class Layers(click.ParamType[str]):
-    """4 (the first four) or 2-5."""
+    """A number of layers (4: the first four) or a range (2-5)."""
 
     name = "n|a-b"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the parsed value, or fail with a message. See `click.ParamType.convert`."""
         from k3.model.architecture import parse_layers
 
         try:
@@ -45,7 +47,7 @@ class Layers(click.ParamType[str]):
 
 
 class Counts(click.ParamType["tuple[int, ...]"]):
-    """A list of numbers of at least `least`: 32,128."""
+    """A list of whole numbers of at least `least`, such as 32,128."""
 
     name = "n,n,..."
 
@@ -53,6 +55,7 @@ class Counts(click.ParamType["tuple[int, ...]"]):
         self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the parsed value, or fail with a message. See `click.ParamType.convert`."""
         if isinstance(value, tuple):
             return value
         if not _IDS.match(value):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from k3.base.errors import ResumeError
 
-_NO_WAY_BACK = "A state cannot go back: the memory of its KDA layers has no undo"
+_NO_WAY_BACK = "A state cannot go back: KDA layers keep no earlier memory"
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:
@@ -18,19 +18,22 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
 
 
 def check_continues(taken: Sequence[int], prompt: Sequence[int], path: Path) -> None:
-    """Raise ResumeError unless the tokens `taken` in by the state in `path` are the first of the prompt's."""
+    """Raise ResumeError unless the prompt begins with the tokens that a saved state has taken in.
+
+    `taken` are those tokens, `path` the state's file.
+    """
     for place, (had, wanted) in enumerate(zip(taken, prompt, strict=False)):
         if had != wanted:
             raise ResumeError(
-                f"the prompt is another one than the state's from token {place} on: "
-                f"{wanted}, and the state took in {had} there ({len(taken)} tokens in all)",
+                f"the prompt differs from the saved state from token {place} on: {wanted}, and the state took in "
+                f"{had} there ({len(taken)} tokens in all)",
                 path=path,
-                advice=f"{_NO_WAY_BACK}. Give the prompt that it goes on from, leave the prompt out to go on "
-                "where it stopped, or name another file",
+                advice=f"{_NO_WAY_BACK}. Give a prompt that continues it, leave the prompt out to continue where "
+                "it stopped, or name another file",
             )
     if len(prompt) < len(taken):
         raise ResumeError(
             f"the prompt ends after {len(prompt)} tokens, and the state has already taken in {len(taken)}",
             path=path,
-            advice=f"{_NO_WAY_BACK}. Leave the prompt out to go on where it stopped, or name another file",
+            advice=f"{_NO_WAY_BACK}. Leave the prompt out to continue where it stopped, or name another file",
         )

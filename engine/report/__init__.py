@@ -1,4 +1,4 @@
-"""`k3-run --plan` and `k3-run bench`: the cost of a token, predicted and measured.
+"""Reports: `k3-run --plan` predicts the cost of a token, `k3-run bench` measures it.
 
-Sees every other room of the engine.
+Imports every other room of the engine.
 """

@@ -1,4 +1,4 @@
-"""`k3-run bench`: parse and call. Everything heavy is imported inside the command."""
+"""The command `k3-run bench`: parse options and call. NumPy and the model are imported inside the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXIT_CODES = (
     "-n", "--n-gen", type=Counts(0), default=DEFAULT_GENERATE, help="Generation lengths to measure; 0 for none."
 )
 @click.option(
-    "-d", "--n-depth", type=Counts(0), default=(0,), help="Tokens in the context before what is measured."
+    "-d", "--n-depth", type=Counts(0), default=(0,), help="Tokens in the context before those that are measured."
 )
 @click.option(
     "-b",
@@ -51,30 +51,37 @@ _EXIT_CODES = (
     help="Prompt tokens per pass (n_batch in the table).",
 )
 @click.option("-r", "--repetitions", type=Whole(1), default=5, help="Times that each test is measured.")
-@click.option("--no-warmup", is_flag=True, help="Leave out the repetition before each test that is not counted.")
-@click.option("--seed", type=Whole(0), default=0, help="Chooses the random token ids.")
 @click.option(
-    "-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", help="Form of the result on stdout."
+    "--no-warmup", is_flag=True, help="Leave out the first repetition of each test, which is not counted."
+)
+@click.option("--seed", type=Whole(0), default=0, help="Seed of the random token ids.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["md", "json", "csv"]),
+    default="md",
+    help="Format of the result on stdout.",
 )
 @engine_options
 def bench(**options: Any) -> None:
     """Measure how fast prompts are taken in (pp) and tokens are generated (tg).
 
-    Prints llama-bench's columns and, beside the rate, what share it is of what the machine could do: of the rate
-    at which memory is read, and at which the drives are, both measured in the same run. Sampling and text are not
-    part of it. Lists are comma-separated, and each combination is one test.
+    Prints llama-bench's columns and, beside each rate, its share of what the machine can do: of the rate at which
+    memory is read, and of the drives' rate, both measured in the same run. Sampling and text are not measured.
+    Lists are comma-separated, and each combination is one test.
     """
     settings = _settings(options)
 
     def body() -> None:
-        from k3.engine.report.bench_run import bench as measure
+        from k3.engine.report.bench_run import run_bench
 
-        measure(settings)
+        run_bench(settings)
 
-    cli_support.run(body, as_json=settings.form == "json", on_interrupt="what was measured so far is above")
+    cli_support.run(body, as_json=settings.form == "json", on_interrupt="the results so far are above")
 
 
 def _settings(options: dict[str, Any]) -> BenchSettings:
+    """Return the options as settings."""
     from k3.engine.report.bench_run import BenchSettings
 
     return BenchSettings(

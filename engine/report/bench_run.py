@@ -1,11 +1,11 @@
 """The body of `k3-run bench`: load a model once, then time prompts and generations on it.
 
-A test is repeated on sequences of random token ids, every repetition on another one, and begins with a repetition
-that is not counted. Ids depend on the seed, the lengths of the test and the repetition alone, so that two runs, or
-two chunk sizes, meet the same experts. Text and sampling play no part. How fast memory is read is measured around
-each repetition, how fast the drives are before each test: shares are of that.
+A test is repeated on sequences of random token ids, each repetition on another sequence, after one repetition
+that is not counted. Ids depend only on the seed, the lengths of the test and the repetition, so that two runs, or
+two chunk sizes, use the same experts. Text and sampling play no part. The memory's rate is measured around each
+repetition and the drives' rate before each test; shares are of these.
 
-What the drives did not do is not called theirs: see `_reads_from`. Main thread only.
+A rate is called a drive's only if drives delivered the bytes: see `_reads_from`. Main thread only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from k3.engine.forward.model import Model
 from k3.engine.launch.launched import opened_model
 from k3.engine.launch.model_files import OpenedModel
 from k3.engine.report.bench_table import Format, Machine, ReadsFrom, Result, Sample, Table, Workload, open_table
-from k3.engine.report.bytes_per_pass import Traffic, chunks, parameter_count
+from k3.engine.report.bytes_per_pass import Traffic, chunk_sizes, parameter_count
 from k3.engine.report.machine_rates import MEMORY_BYTES, MemoryMeter, drive_rate
 from k3.engine.run.generation import read_warnings
 from k3.engine.run.ready import ready_model
@@ -39,12 +39,15 @@ from k3.model.keys import Encoding
 from k3.store.source import ExpertSource
 
 FROM_DEVICE_SHARE_MIN = 0.9
-"""Of the bytes that were asked for, those that a block device must have delivered for a rate to be a drive's."""
+"""Least share of requested bytes that a block device must have delivered for a rate to be a drive's."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """What to measure. Zero is no test of that kind; depths apply to all tests, chunks to prompts."""
+    """Lengths to measure, and the way to measure them.
+
+    A length of zero makes no test. Depths apply to all tests, chunks to prompts.
+    """
 
     model: ModelSettings
     prompts: tuple[int, ...]
@@ -57,13 +60,13 @@ class BenchSettings:
     form: Format
 
 
-def bench(settings: BenchSettings) -> None:
-    """Do what the settings say. Raises K3Error; KeyboardInterrupt after what was measured has been printed."""
-    tests = planned(settings)
+def run_bench(settings: BenchSettings) -> None:
+    """Run all tests and print their table. K3Error; KeyboardInterrupt after the results so far were printed."""
+    tests = plan_tests(settings)
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(opened_model(settings.model))
         check_room(tests, opened.config.max_positions)
-        # Before the model, so that the plan of its memory counts the meter's in.
+        # The meter comes before the model, so that the memory plan counts the meter's memory.
         meter = stack.enter_context(_memory_meter(settings.model.threads or kernels.get_threads()))
         ready = stack.enter_context(
             ready_model(
@@ -82,8 +85,8 @@ def bench(settings: BenchSettings) -> None:
             say(f"warning: {warning}\n")
 
 
-def planned(settings: BenchSettings) -> list[Workload]:
-    """The tests in the order in which they are run. SettingsError when there are none."""
+def plan_tests(settings: BenchSettings) -> list[Workload]:
+    """Return the tests in the order in which they are run. SettingsError when there are none."""
     tests = [
         Workload(prompt, 0, depth, chunk)
         for depth in settings.depths
@@ -98,7 +101,7 @@ def planned(settings: BenchSettings) -> list[Workload]:
 
 
 def check_room(tests: list[Workload], max_positions: int) -> None:
-    """SettingsError for a test that the model's context does not hold."""
+    """Raise SettingsError for a test that the model's context does not hold."""
     for test in tests:
         if test.depth + test.tokens > max_positions:
             raise SettingsError(
@@ -108,36 +111,36 @@ def check_room(tests: list[Workload], max_positions: int) -> None:
 
 
 def _memory_meter(threads: int) -> MemoryMeter:
-    """UnsupportedError where there is no room for what it reads."""
+    """Return a meter. UnsupportedError where there is no memory for its buffers."""
     limit = memory_limit()
     if limit.free_bytes < MEMORY_BYTES:
         raise UnsupportedError(
-            f"to measure memory takes {gb(MEMORY_BYTES)} of it, and {limit.set_by} leaves {gb(limit.free_bytes)}"
+            f"measuring memory takes {gb(MEMORY_BYTES)}, and {limit.set_by} leaves {gb(limit.free_bytes)}"
         )
     return MemoryMeter(threads)
 
 
 class _Measuring:
-    """One loaded model and the table that its results go to."""
+    """A loaded model, and the table of its results."""
 
     def __init__(
         self,
-        found: OpenedModel,
+        opened: OpenedModel,
         model: Model,
         experts: ExpertSource,
         settings: BenchSettings,
         table: Table,
         meter: MemoryMeter,
     ) -> None:
-        self._found = found
+        self._opened = opened
         self._model = model
         self._experts = experts
         self._settings = settings
         self._table = table
         self._meter = meter
         self._moe_layers = [layer for layer in model.config.layers if layer in model.config.moe_layers]
-        self._machine = _machine(found, model, settings.model, self._moe_layers)
-        expert_bytes = found.source.expert_layout(self._moe_layers[0]).payload_bytes if self._moe_layers else 0
+        self._machine = _machine(opened, model, settings.model, self._moe_layers)
+        expert_bytes = opened.source.expert_layout(self._moe_layers[0]).payload_bytes if self._moe_layers else 0
         self._traffic = Traffic(
             model.config,
             multiplied_bytes=model.resident_bytes - model.embedding_bytes,
@@ -146,7 +149,7 @@ class _Measuring:
         )
 
     def run(self, test: Workload) -> None:
-        """Measure one test and print its row; after an interruption the row of what there is."""
+        """Measure one test and print its row; after an interruption, a row of the repetitions so far."""
         began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         drive = self._drive_rate()
         samples: list[Sample] = []
@@ -167,6 +170,7 @@ class _Measuring:
                 sys.stderr.write(f"\n{test.name}: {len(samples)} of {self._settings.repetitions} repetitions\n")
 
     def _sample(self, test: Workload, repetition: int) -> Sample:
+        """Time one repetition."""
         dice = random.Random(f"{self._settings.seed} {test.prompt} {test.gen} {test.depth} {repetition}")
         ids = [dice.randrange(self._model.config.vocab) for _ in range(test.depth + test.tokens)]
         session = Session(self._model, len(ids), test.batch)
@@ -186,7 +190,7 @@ class _Measuring:
         asked = hits + after.joined - before.joined + after.misses - before.misses
         return Sample(
             elapsed_ns=elapsed_ns,
-            moved_bytes=self._traffic.run_bytes(chunks(test.tokens, test.batch), test.depth, asked),
+            moved_bytes=self._traffic.run_bytes(chunk_sizes(test.tokens, test.batch), test.depth, asked),
             read_bytes=after.read_bytes - before.read_bytes,
             wait_ns=after.wait_ns - before.wait_ns,
             asked=asked,
@@ -195,16 +199,18 @@ class _Measuring:
         )
 
     def _drive_rate(self) -> float | None:
-        """The drives' rate where they are this process's to read from, and take O_DIRECT."""
-        if not self._found.source.has_extents or not self._moe_layers:
+        """Return the drives' rate, None where this process does not read them or O_DIRECT does not work."""
+        if not self._opened.source.has_extents or not self._moe_layers:
             return None
-        rate = drive_rate(self._found.source, self._moe_layers, seed=self._settings.seed)
+        rate = drive_rate(self._opened.source, self._moe_layers, seed=self._settings.seed)
         return rate.bytes_per_s if rate is not None and rate.direct else None
 
     def _reads_from(self, read_bytes: int, device_before: int | None) -> ReadsFrom:
-        """Who delivered the experts that were read. Only what a block device is known to have delivered, past the
-        page cache, is the drive's."""
-        if self._found.attachment is not None:
+        """Return the source of the experts that were read.
+
+        It is "drive" only if a block device is known to have delivered the bytes, past the page cache.
+        """
+        if self._opened.attachment is not None:
             return "daemon"
         if not read_bytes:
             return "memory"
@@ -217,8 +223,9 @@ class _Measuring:
         return "drive"
 
 
-def _machine(found: OpenedModel, model: Model, settings: ModelSettings, moe_layers: list[int]) -> Machine:
-    source, config = found.source, model.config
+def _machine(opened: OpenedModel, model: Model, settings: ModelSettings, moe_layers: list[int]) -> Machine:
+    """Return what is the same for all tests of a run."""
+    source, config = opened.source, model.config
     expert_bytes = sum(
         source.expert_count(layer) * source.expert_layout(layer).payload_bytes for layer in moe_layers
     )
@@ -228,7 +235,7 @@ def _machine(found: OpenedModel, model: Model, settings: ModelSettings, moe_laye
         variant=kernels.cpu_variant(),
         threads=kernels.get_threads(),
         model_path=str(_place(settings)),
-        model_type=_model_type(found, len(config.layers), config.layer_count),
+        model_type=_model_type(opened, len(config.layers), config.layer_count),
         model_bytes=model.resident_bytes + expert_bytes,
         parameters=parameter_count(config),
         cache_type=config.mla.cache,
@@ -237,26 +244,27 @@ def _machine(found: OpenedModel, model: Model, settings: ModelSettings, moe_laye
     )
 
 
-def _model_type(found: OpenedModel, layers: int, of_layers: int) -> str:
-    """For example "Kimi K3 4/92 layers int8": what is run, and the encoding of most dense weights."""
+def _model_type(opened: OpenedModel, layers: int, of_layers: int) -> str:
+    """Return for example "Kimi K3 4/92 layers int8": the layers that are run, and the encoding of most weights."""
     share = "" if layers == of_layers else f" {layers}/{of_layers} layers"
     names = {Encoding.RAW: "as stored", Encoding.F32: "f32", Encoding.INT8: "int8", Encoding.INT4: "int4"}
-    return f"Kimi K3{share} {names[_encoding(found)]}"
+    return f"Kimi K3{share} {names[_encoding(opened)]}"
 
 
-def _encoding(found: OpenedModel) -> Encoding:
-    """Of an attention matrix in the first layer that is run: what --bits was."""
-    name = next(name for name in found.names if name.endswith("self_attn.o_proj.weight"))
-    return found.source.dense(name).encoding
+def _encoding(opened: OpenedModel) -> Encoding:
+    """Return the encoding of an attention matrix in the first layer that is run, which --bits decides."""
+    name = next(name for name in opened.names if name.endswith("self_attn.o_proj.weight"))
+    return opened.source.dense(name).encoding
 
 
 def _place(settings: ModelSettings) -> Path:
+    """Return the path by which the model was given."""
     place = settings.store or settings.container
     return settings.snapshot[0] if place is None else place
 
 
 def _cpu_name() -> str:
-    """As the kernel names it; the architecture where it does not."""
+    """Return the processor's name as the kernel gives it, else the architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")

@@ -1,7 +1,7 @@
-"""What `k3-run bench` prints: statistics over repetitions, and tables in llama-bench's columns and ours.
+"""The output of `k3-run bench`: statistics over repetitions, and tables with llama-bench's columns and ours.
 
-Markdown and CSV come row by row, JSON as one array that is closed also when a run is interrupted. Pure but for the
-stream that is written to.
+Markdown and CSV come row by row, JSON as one array, which is closed also when a run is interrupted. Pure but for
+the stream that is written to.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from k3.base.cli_support import format_size
 Format = Literal["md", "json", "csv"]
 
 ReadsFrom = Literal["drive", "page cache", "daemon", "memory"]
-"""Where the experts of a test came from that were not in the engine's own cache; "memory" when all were."""
+"""Source of the experts that were not in the engine's own cache; "memory" when all were in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One thing to measure: `prompt` tokens taken `batch` at a time, or `gen` tokens one by one, in both cases
-    behind `depth` tokens that are not measured."""
+    """One test: `prompt` tokens taken in `batch` at a time, or `gen` tokens one by one.
+
+    Both follow `depth` tokens that are not measured.
+    """
 
     prompt: int
     gen: int
@@ -33,9 +35,9 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """As llama-bench writes it: pp512, tg128, tg128 @ d4096."""
-        what = f"pp{self.prompt}" if self.prompt else f"tg{self.gen}"
-        return f"{what} @ d{self.depth}" if self.depth else what
+        """The name that llama-bench gives it: pp512, tg128, tg128 @ d4096."""
+        name = f"pp{self.prompt}" if self.prompt else f"tg{self.gen}"
+        return f"{name} @ d{self.depth}" if self.depth else name
 
     @property
     def tokens(self) -> int:
@@ -45,20 +47,20 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One repetition."""
+    """The measurements of one repetition."""
 
     elapsed_ns: int
-    moved_bytes: int  # the least that had to be read from memory, see traffic.py
-    read_bytes: int  # experts asked from the drives
+    moved_bytes: int  # least bytes that had to be read from memory, see bytes_per_pass.py
+    read_bytes: int  # bytes of experts requested from the drives
     wait_ns: int  # time spent waiting for experts
-    asked: int  # experts asked for
-    hits: int  # of them, those in the engine's cache
-    memory_rate: float  # bytes per second at which memory was read just before and just after
+    asked: int  # experts requested
+    hits: int  # requested experts that were in the engine's cache
+    memory_rate: float  # bytes per second of reading memory, just before and just after
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is the same for all tests of a run."""
+    """The machine and the model, which are the same for all tests of a run."""
 
     version: str
     cpu: str
@@ -68,15 +70,18 @@ class Machine:
     model_type: str
     model_bytes: int
     parameters: int
-    cache_type: str  # of the latent cache
+    cache_type: str  # type of the latent cache
     exact: bool
     direct: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One test with all that was measured around it. `drive_rate` in bytes per second, None when it was not
-    measured. `repetitions` is what was asked for; there are fewer samples after an interruption."""
+    """One test with its measurements.
+
+    `drive_rate` is in bytes per second, None when it was not measured. `repetitions` is the number asked for;
+    after an interruption there are fewer samples.
+    """
 
     machine: Machine
     test: Workload
@@ -88,7 +93,7 @@ class Result:
 
     @property
     def elapsed_ns(self) -> int:
-        """All repetitions together."""
+        """Time of all repetitions together."""
         return sum(sample.elapsed_ns for sample in self.samples)
 
     @property
@@ -98,41 +103,41 @@ class Result:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes per second that memory could have delivered while the repetitions ran."""
+        """Bytes per second that memory could have delivered during the repetitions."""
         return sum(sample.memory_rate * sample.elapsed_ns for sample in self.samples) / self.elapsed_ns
 
     @property
     def memory_share(self) -> float:
-        """The least bytes that had to be read, per second, against that rate."""
+        """The least bytes that had to be read from memory, per second, over `memory_rate`."""
         moved_bytes = sum(sample.moved_bytes for sample in self.samples)
         return moved_bytes / self.elapsed_ns * 1e9 / self.memory_rate
 
     @property
     def drive_share(self) -> float | None:
-        """Bytes read per second against the drives' own rate; None unless it was the drives that delivered."""
+        """Bytes read per second over the drives' rate; None unless drives delivered them."""
         if self.reads_from != "drive" or self.drive_rate is None:
             return None
         return self.read_bytes / self.elapsed_ns * 1e9 / self.drive_rate
 
     @property
     def read_bytes(self) -> int:
-        """All repetitions together."""
+        """Bytes read in all repetitions together."""
         return sum(sample.read_bytes for sample in self.samples)
 
     @property
     def hit_share(self) -> float | None:
-        """Experts that were in the engine's cache when they were asked for; None when none was asked for."""
+        """Share of requested experts that were in the engine's cache; None when none was requested."""
         asked = sum(sample.asked for sample in self.samples)
         return sum(sample.hits for sample in self.samples) / asked if asked else None
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and the standard deviation of the sample (0 for a single value)."""
+    """Return the mean, and the standard deviation of the sample (0 for a single value)."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def fields(result: Result) -> dict[str, Any]:
-    """A result by llama-bench's names, as far as they mean something here, and then ours."""
+def result_fields(result: Result) -> dict[str, Any]:
+    """Return a result by llama-bench's names, as far as they apply, and then by ours."""
     machine, test = result.machine, result.test
     tokens = test.tokens * len(result.samples)
     nanoseconds = mean_and_deviation([sample.elapsed_ns for sample in result.samples])
@@ -177,8 +182,8 @@ def fields(result: Result) -> dict[str, Any]:
     }
 
 
-def samples(result: Result) -> dict[str, list[float]]:
-    """The single repetitions, which only JSON has."""
+def sample_fields(result: Result) -> dict[str, list[float]]:
+    """Return the single repetitions, which only JSON shows."""
     return {
         "samples_ns": [sample.elapsed_ns for sample in result.samples],
         "samples_ts": [round(rate, 6) for rate in result.rates],
@@ -186,17 +191,17 @@ def samples(result: Result) -> dict[str, list[float]]:
 
 
 class Table(Protocol):
-    """Takes results as they come."""
+    """A receiver of results, which prints them."""
 
     def row(self, result: Result) -> None:
-        """One more."""
+        """Print one result."""
 
     def end(self) -> None:
-        """No more; what was written is complete from here on."""
+        """Complete the table."""
 
 
 def open_table(form: Format, stream: TextIO) -> Table:
-    """The table in the asked form."""
+    """Return a table of the given format that prints to `stream`."""
     kinds: dict[Format, Callable[[TextIO], Table]] = {"md": MarkdownTable, "json": JsonTable, "csv": CsvTable}
     return kinds[form](stream)
 
@@ -209,7 +214,7 @@ class _Column:
 
 
 class MarkdownTable:
-    """Rows for people; a note under the table says what the shares are of."""
+    """Rows for people, and a note below them that explains the shares."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -217,6 +222,7 @@ class MarkdownTable:
         self._rows: list[Result] = []
 
     def row(self, result: Result) -> None:
+        """See `Table.row`."""
         if not self._columns:
             self._begin(result)
         self._rows.append(result)
@@ -224,8 +230,9 @@ class MarkdownTable:
         self._line([_padded(cells[column.name], column) for column in self._columns])
 
     def end(self) -> None:
+        """See `Table.end`."""
         if self._rows:
-            self._stream.write("\n" + note(self._rows))
+            self._stream.write("\n" + ceiling_note(self._rows))
             self._stream.flush()
 
     def _begin(self, result: Result) -> None:
@@ -252,7 +259,8 @@ class CsvTable:
         self._writer: csv.DictWriter[str] | None = None
 
     def row(self, result: Result) -> None:
-        values = fields(result)
+        """See `Table.row`."""
+        values = result_fields(result)
         if self._writer is None:
             self._writer = csv.DictWriter(self._stream, list(values), quoting=csv.QUOTE_ALL, lineterminator="\n")
             self._writer.writeheader()
@@ -260,7 +268,7 @@ class CsvTable:
         self._stream.flush()
 
     def end(self) -> None:
-        """Every line is complete already."""
+        """See `Table.end`. Every line is complete already."""
 
 
 @dataclass(slots=True)
@@ -271,38 +279,41 @@ class JsonTable:
     _begun: bool = field(default=False, init=False)
 
     def row(self, result: Result) -> None:
-        text = json.dumps(fields(result) | samples(result), indent=2)
+        """See `Table.row`."""
+        text = json.dumps(result_fields(result) | sample_fields(result), indent=2)
         self.stream.write(",\n" if self._begun else "[\n")
         self.stream.write("\n".join("  " + line for line in text.splitlines()))
         self.stream.flush()
         self._begun = True
 
     def end(self) -> None:
+        """See `Table.end`."""
         self.stream.write("\n]\n" if self._begun else "[]\n")
         self.stream.flush()
 
 
-def note(results: Sequence[Result]) -> str:
-    """What stands under a table for people: the ceilings, and the words for what is not a drive's rate."""
+def ceiling_note(results: Sequence[Result]) -> str:
+    """Return the note below a table for people: the ceilings, and the sources that are no drive."""
     memory = statistics.median(result.memory_rate for result in results)
     lines = [
-        f"of memory: the bytes that had to be read from memory, per second, against its {memory / 1e9:.1f} GB/s",
+        f"of memory: bytes that had to be read from memory, per second, as a share of its {memory / 1e9:.1f} GB/s",
     ]
     drives = [result.drive_rate for result in results if result.drive_rate is not None]
     if drives:
         drive = statistics.median(drives)
-        lines.append(f"of drive: expert bytes read per second, against the drives' {drive / 1e9:.3g} GB/s")
+        lines.append(f"of drive: expert bytes read per second, as a share of the drives' {drive / 1e9:.3g} GB/s")
     else:
         lines.append("of drive: the drives were not measured")
     lines.append("Both were measured in this run, memory around each repetition, the drives before each test.")
     if any(result.reads_from == "page cache" for result in results):
-        lines.append("page cache: these experts came through the page cache, so this is no rate of a drive.")
+        lines.append("page cache: experts came through the page cache, so their rate is not the drives'.")
     if any(result.reads_from == "daemon" for result in results):
-        lines.append("daemon: experts came from k3-store, which reads and caches on its own account.")
+        lines.append("daemon: experts came from k3-store, which has drives and a cache of its own.")
     return "\n".join(lines) + "\n"
 
 
 def _cells(result: Result) -> dict[str, str]:
+    """Return the cells of a result's row, by column."""
     machine, test = result.machine, result.test
     mean, deviation = mean_and_deviation(result.rates)
     if result.drive_share is not None:
@@ -327,7 +338,7 @@ def _cells(result: Result) -> dict[str, str]:
 
 
 def _scaled(value: float, units: dict[str, int]) -> str:
-    """In the first unit that it has one of, else in the last."""
+    """Return a value in the first unit of which it has at least one, else in the last."""
     unit, size = next(((name, size) for name, size in units.items() if value >= size), list(units.items())[-1])
     return f"{value / size:.2f} {unit}"
 

@@ -1,6 +1,6 @@
-"""What the machine could do at best: the rate at which memory is read, and at which the model's drives are.
+"""The rates of the machine: at which memory is read, and at which the model's drives are read.
 
-Every figure that is printed beside one of these rates was measured in the same run. One thread uses them.
+A figure printed beside one of these rates was measured in the same run. One thread uses them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from k3.model.model_source import ModelSource
 from k3.store.local.file_source import DEFAULT_THREADS
 
 MEMORY_BYTES = 512 << 20
-"""Read in one go, far more than a cache holds."""
+"""Memory that is read in one pass: far more than a processor's cache holds."""
 
 MEMORY_PASSES = 3
 DRIVE_S = 0.7
@@ -37,8 +37,10 @@ SAMPLE_EXPERTS = 512
 
 @dataclass(frozen=True, slots=True)
 class DriveRate:
-    """What plain reads of whole experts reached. `direct`: all of them went past the page cache. `huge_pages` is
-    what the buffers got."""
+    """The rate of plain reads of whole experts.
+
+    `direct` is True when all of them went past the page cache; `huge_pages` is what the buffers were given.
+    """
 
     bytes_per_s: float
     direct: bool
@@ -46,10 +48,10 @@ class DriveRate:
 
 
 class MemoryMeter:
-    """Measures again and again how fast memory is read. Holds `MEMORY_BYTES` of it while it lives.
+    """Measures repeatedly how fast memory is read. Holds `MEMORY_BYTES` of it while it is open.
 
-    Other guests of a host make the rate jump by a factor of two from one moment to the next, so it is worth
-    something only close to what it is compared with.
+    Other guests of a host can change the rate by a factor of two within a moment, so it is comparable only with
+    what is measured just before or after.
     """
 
     def __init__(self, threads: int, nbytes: int = MEMORY_BYTES) -> None:
@@ -60,7 +62,7 @@ class MemoryMeter:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="k3-memory")
 
     def bytes_per_s(self) -> float:
-        """The median of a few passes over the buffers, some 50 ms together.
+        """Measure the rate: the median of a few passes over the buffers, some 50 ms together.
 
         Two buffers are compared (`kernels.first_difference`), which reads both and does nothing else.
         """
@@ -72,7 +74,7 @@ class MemoryMeter:
         return statistics.median(rates)
 
     def close(self) -> None:
-        """End the threads and let go of the memory."""
+        """End the threads and free the memory."""
         self._pool.shutdown()
         self._parts.clear()
 
@@ -93,8 +95,10 @@ def drive_rate(
     seed: int = 0,
     depth: int = DEFAULT_THREADS,
 ) -> DriveRate | None:
-    """The rate of plain reads of the experts of `layers`, in random order, `depth` in flight, on all drives at
-    once. None when there are no experts. DriveError for what cannot be read."""
+    """Measure plain reads of the experts of `layers`, in random order, on all drives at once.
+
+    `depth` reads are in flight. None when there are no experts; DriveError when one cannot be read.
+    """
     dice = random.Random(seed)
     experts = [(layer, expert) for layer in layers for expert in range(source.expert_count(layer))]
     chosen = dice.sample(experts, min(SAMPLE_EXPERTS, len(experts)))
@@ -103,7 +107,7 @@ def drive_rate(
         return None
     dice.shuffle(extents)
     stop_s = time.monotonic() + seconds
-    # Every reader has extents of its own, so that none reads what a drive's own cache still holds.
+    # Readers share no extent, so that none reads bytes that another brought into the drive's cache.
     readers = [_Reader(extents[number::depth], stop_s) for number in range(min(depth, len(extents)))]
     began_s = time.monotonic()
     for reader in readers:
@@ -122,7 +126,7 @@ def drive_rate(
 
 
 class _Reader(threading.Thread):
-    """Reads its extents over and over until the time is over."""
+    """A thread that reads its extents again and again until the time is over."""
 
     def __init__(self, extents: Sequence[Extent], stop_s: float) -> None:
         super().__init__(daemon=True)
@@ -134,7 +138,7 @@ class _Reader(threading.Thread):
         self.failure: Exception | None = None
 
     def run(self) -> None:
-        """See the class."""
+        """Read until the time is over. An error is kept in `failure`."""
         try:
             with ExitStack() as stack:
                 files: dict[Path, ReadFile] = {}
@@ -148,5 +152,5 @@ class _Reader(threading.Thread):
                         self.read_bytes += extent.stored_bytes
                         if time.monotonic() >= self._stop_s:
                             return
-        except Exception as error:  # whatever it is, it belongs to the thread that waits for this one
+        except Exception as error:  # raised by the thread that waits for this one
             self.failure = error

@@ -1,7 +1,7 @@
-"""The body of `k3-run --plan`: whether a run fits, what it will hold, what a token will cost. Main thread only.
+"""The body of `k3-run --plan`: the memory of a run, whether it fits, the cost of a token. Main thread only.
 
-Reads headers, the configuration and, unless it is told the rates, some experts to time them; loads nothing and
-writes nothing. The plan is the one that the run itself makes (`plan.plan_memory`).
+Reads headers, the configuration and, unless the rates are given, some experts to time them; loads nothing and
+writes nothing. The run itself makes the same plan (`memory_plan.plan_memory`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from k3.engine.launch.launched import opened_model
 from k3.engine.launch.memory_plan import MemoryPlan, plan_memory
 from k3.engine.launch.model_files import OpenedModel
 from k3.engine.report.machine_rates import MemoryMeter, drive_rate
-from k3.engine.report.token_cost import Forecast, forecast
+from k3.engine.report.token_cost import Forecast, forecast_pass
 from k3.engine.run.request import read_request
 
 ASSUMED_TOKENS = 1000
-"""Context of a plan for which neither a prompt nor --max-tokens was given."""
+"""Tokens of the context if neither a prompt nor --max-tokens is given."""
 
 DAEMON_READ_BYTES_MIN = 1_000_000_000
-"""Less than this says little about the rate of a daemon's drives."""
+"""Fewer bytes than this say little about the rate of a daemon's drives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Bytes per second, and where the number comes from. None when nobody knows."""
+    """Bytes per second and the origin of the number; None when it is not known."""
 
     bytes_per_s: float | None
     origin: str
@@ -43,7 +43,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Rates that need not be measured."""
+    """Rates that are given and need not be measured."""
 
     drive_bytes_per_s: float | None = None
     memory_bytes_per_s: float | None = None
@@ -51,13 +51,13 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Everything that is printed."""
+    """The plan: all numbers that are printed."""
 
-    found: OpenedModel
-    daemon: Mapping[str, Any] | None  # its status, when the model comes from one
+    opened: OpenedModel
+    daemon: Mapping[str, Any] | None  # status of the daemon that serves the model
     memory: MemoryPlan
     limits: list[Limit]
-    assumed: bool  # that the context has `ASSUMED_TOKENS`
+    assumed: bool  # True when the context has `ASSUMED_TOKENS`
     chunk: int
     token: Forecast
     prompt: Forecast
@@ -66,40 +66,45 @@ class Planned:
 
 
 def print_plan(settings: RunSettings, options: PlanOptions) -> None:
-    """Print the plan of what the settings say. UnsupportedError, afterwards, when the run does not fit."""
-    with opened_model(settings.model) as found:
-        planned = make_plan(found, settings, options)
+    """Print the plan of a run. UnsupportedError, after printing, when the run does not fit."""
+    with opened_model(settings.model) as opened:
+        planned = make_plan(opened, settings, options)
         if settings.as_json:
-            emit_json("plan", **as_dict(planned))
+            emit_json("plan", **plan_dict(planned))
         else:
-            for line in lines(planned):
+            for line in plan_lines(planned):
                 sys.stdout.write(line + "\n")
             sys.stdout.flush()
         planned.memory.check()
 
 
-def make_plan(found: OpenedModel, settings: RunSettings, options: PlanOptions) -> Planned:
-    """Find out everything that is to be known before a run."""
+def make_plan(opened: OpenedModel, settings: RunSettings, options: PlanOptions) -> Planned:
+    """Return the plan of a run: its memory, the limits, the machine's rates, the cost of a token."""
     if settings.model.threads is not None:
         kernels.set_threads(settings.model.threads)
-    capacity, assumed = _capacity(found, settings)
+    capacity, assumed = _capacity(opened, settings)
     limits = memory_limits()
     limit = min([Limit(math.inf, "nothing"), *limits], key=lambda one: one.free_bytes)
     memory = plan_memory(
-        found, settings.model, limit,
+        opened, settings.model, limit,
         capacity=capacity, chunk=settings.chunk, every_logit=settings.logits is not None,
     )  # fmt: skip
     chunk = min(settings.chunk, capacity)
-    daemon = found.daemon_status()
+    daemon = opened.daemon_status()
     hit_share = _hit_share(memory, daemon)
     tokens = {
-        count: forecast(
-            found.source, found.config, found.names, hit_share=hit_share, tokens=count, position=capacity - count
+        count: forecast_pass(
+            opened.source,
+            opened.config,
+            opened.names,
+            hit_share=hit_share,
+            tokens=count,
+            position=capacity - count,
         )
         for count in {1, chunk}
     }
     return Planned(
-        found=found,
+        opened=opened,
         daemon=daemon,
         memory=memory,
         limits=limits,
@@ -107,25 +112,25 @@ def make_plan(found: OpenedModel, settings: RunSettings, options: PlanOptions) -
         chunk=chunk,
         token=tokens[1],
         prompt=tokens[chunk],
-        drive=_drive(found, options, daemon),
+        drive=_drive(opened, options, daemon),
         read_memory=_memory(options),
     )
 
 
-def _capacity(found: OpenedModel, settings: RunSettings) -> tuple[int, bool]:
+def _capacity(opened: OpenedModel, settings: RunSettings) -> tuple[int, bool]:
     """Return the tokens of the context, and whether they are assumed."""
     path = settings.state
     if settings.ids is None and settings.text is None and (path is None or not is_there(path)):
         if settings.max_tokens is not None:
             prompt_tokens = max(0, settings.max_tokens - settings.generate)
-            return checked_capacity(prompt_tokens, settings, found.config.max_positions), False
-        return min(ASSUMED_TOKENS, found.config.max_positions), True
-    with read_request(found, settings, writable=False) as request:
+            return checked_capacity(prompt_tokens, settings, opened.config.max_positions), False
+        return min(ASSUMED_TOKENS, opened.config.max_positions), True
+    with read_request(opened, settings, writable=False) as request:
         return request.capacity, False
 
 
 def _hit_share(memory: MemoryPlan, daemon: Mapping[str, Any] | None) -> float:
-    """Of what is asked of the cache, the part that it has, if all experts are used alike."""
+    """Return the share of requested experts that the cache holds, if all experts are used alike."""
     if not memory.experts:
         return 0.0
     if daemon is not None:
@@ -133,18 +138,18 @@ def _hit_share(memory: MemoryPlan, daemon: Mapping[str, Any] | None) -> float:
     return memory.cached_experts / memory.experts
 
 
-def _drive(found: OpenedModel, options: PlanOptions, daemon: Mapping[str, Any] | None) -> Rate:
-    """The drives' rate: what was given, else what they reach now, else what they reached for the daemon."""
+def _drive(opened: OpenedModel, options: PlanOptions, daemon: Mapping[str, Any] | None) -> Rate:
+    """Return the drives' rate: as given, else measured, else what the daemon's drives reached."""
     if options.drive_bytes_per_s is not None:
         return Rate(options.drive_bytes_per_s, "as given")
-    layers = [layer for layer in found.config.layers if layer in found.config.moe_layers]
+    layers = [layer for layer in opened.config.layers if layer in opened.config.moe_layers]
     if daemon is not None:
         drives = daemon["drives"]
         if sum(drive["read_bytes"] for drive in drives) < DAEMON_READ_BYTES_MIN:
-            return Rate(None, "the daemon has read too little to tell; give --drive-gb-per-s")
+            return Rate(None, "the daemon has read too little to measure; give --drive-gb-per-s")
         rate = sum(drive["busy_gb_per_s"] for drive in drives) * 1e9
         return Rate(rate, "what the daemon's drives reached while they read")
-    measured = drive_rate(found.source, layers)
+    measured = drive_rate(opened.source, layers)
     if measured is None:
         return Rate(None, "there are no experts to read")
     if not measured.direct:
@@ -155,6 +160,7 @@ def _drive(found: OpenedModel, options: PlanOptions, daemon: Mapping[str, Any] |
 
 
 def _memory(options: PlanOptions) -> Rate:
+    """Return the memory's rate, as given or measured."""
     if options.memory_bytes_per_s is not None:
         return Rate(options.memory_bytes_per_s, "as given")
     threads = kernels.get_threads()
@@ -162,10 +168,10 @@ def _memory(options: PlanOptions) -> Rate:
         return Rate(meter.bytes_per_s(), f"measured, {threads} threads reading")
 
 
-def lines(planned: Planned) -> Iterator[str]:
-    """The plan for people."""
-    found, memory, need = planned.found, planned.memory, planned.memory.need
-    config, source = found.config, found.source
+def plan_lines(planned: Planned) -> Iterator[str]:
+    """Yield the plan as lines of text."""
+    opened, memory, need = planned.opened, planned.memory, planned.memory.need
+    config, source = opened.config, opened.source
     moe_layers = sum(layer in config.moe_layers for layer in config.layers)
     yield f"model  {source.identity.weights}"
     yield (
@@ -175,7 +181,7 @@ def lines(planned: Planned) -> Iterator[str]:
     yield ""
     yield from _rows("memory", _memory_rows(planned))
     if planned.daemon is not None:
-        shared_bytes = sum(source.dense(name).stored_bytes for name in found.names)
+        shared_bytes = sum(source.dense(name).stored_bytes for name in opened.names)
         yield f"  (The daemon holds the dense weights, {gb(shared_bytes)}, and the expert cache.)"
     yield ""
     yield from _rows("left", [(one.set_by, gb(one.free_bytes)) for one in planned.limits])
@@ -199,9 +205,10 @@ def lines(planned: Planned) -> Iterator[str]:
 
 
 def _memory_rows(planned: Planned) -> list[tuple[str, str]]:
+    """Return the terms of the run's memory as names and numbers."""
     memory, need = planned.memory, planned.memory.need
     guess = " (assumed: give a prompt or --max-tokens)" if planned.assumed else ""
-    ahead = f", {memory.prefetch} of them on a guess" if memory.prefetch else ""
+    ahead = f", {memory.prefetch} of them by look-ahead" if memory.prefetch else ""
     rows = [(name, gb(size)) for name, size in memory.parts.items() if size]
     rows.append(("dense weights", gb(need.dense_bytes)))
     if need.load_bytes:
@@ -217,7 +224,7 @@ def _memory_rows(planned: Planned) -> list[tuple[str, str]]:
 
 
 def _rows(title: str, rows: list[tuple[str, str]]) -> Iterator[str]:
-    """Names on the left, numbers right-aligned."""
+    """Yield a title, then names on the left and numbers right-aligned."""
     yield title
     width = max((len(name) for name, _ in rows), default=0)
     number = max((len(text) for _, text in rows), default=0)
@@ -226,6 +233,7 @@ def _rows(title: str, rows: list[tuple[str, str]]) -> Iterator[str]:
 
 
 def _table(planned: Planned) -> Iterator[str]:
+    """Yield the table of the cost per token."""
     drive, memory = planned.drive.bytes_per_s, planned.read_memory.bytes_per_s
     yield f"{'per token':<34}{'from drives':>12}{'from memory':>12}{'drives':>10}{'memory':>10}{'at least':>10}"
     for name, one in (
@@ -241,18 +249,18 @@ def _table(planned: Planned) -> Iterator[str]:
 def _seconds(
     one: Forecast, drive: float | None, memory: float | None
 ) -> tuple[float | None, float | None, float | None]:
-    """Seconds per token by drives and by memory, and the slower of them: None for what is not known."""
+    """Return seconds per token by drives and by memory, and the larger; None for those that are not known."""
     drive_s = 0.0 if one.drive_bytes == 0 else None if drive is None else one.drive_s(drive)
     memory_s = None if memory is None else one.memory_s(memory)
     least_s = None if drive_s is None or memory_s is None else max(drive_s, memory_s)
     return drive_s, memory_s, least_s
 
 
-def as_dict(planned: Planned) -> dict[str, Any]:
-    """The plan for programs: bytes, bytes per second, seconds."""
-    memory, need, config = planned.memory, planned.memory.need, planned.found.config
+def plan_dict(planned: Planned) -> dict[str, Any]:
+    """Return the plan for programs: bytes, bytes per second, seconds."""
+    memory, need, config = planned.memory, planned.memory.need, planned.opened.config
     return {
-        "model": planned.found.source.identity.weights,
+        "model": planned.opened.source.identity.weights,
         "layers": len(config.layers),
         "fits": memory.fits,
         "memory": {
@@ -284,6 +292,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
 
 
 def _pass_dict(one: Forecast, planned: Planned) -> dict[str, Any]:
+    """Return the cost of one kind of pass for programs."""
     drive_s, memory_s, least_s = _seconds(one, planned.drive.bytes_per_s, planned.read_memory.bytes_per_s)
     return {
         "tokens_per_pass": one.tokens,

@@ -1,11 +1,12 @@
-"""What a token will cost, in bytes and in seconds, from the shapes of a model and the rates of a machine. Pure.
+"""The cost of a token in bytes and seconds, from the shapes of a model and the rates of a machine. Pure.
 
-The one assumption is that any expert is as likely as any other, whatever the token before it used: then a full
-cache of c of a layer's e experts answers c / e of what is asked of it. Routers are trained to be flat; text that
-stays with its subject does better, a cache that is still filling worse.
+The one assumption is that all experts are used alike, whatever token came before: then a full cache of c of a
+layer's e experts holds c / e of those requested. Routers are trained to be flat. Text that keeps to its subject
+does better, a cache that is still filling does worse.
 
-Seconds are a lower bound: they count the bytes that must come from the drives and those that must come from memory
-(`traffic`), each at its rate, and let the slower of the two hide the other. Arithmetic is not counted.
+Seconds are a lower bound: they count the bytes that must come from the drives and those that must come from
+memory (`bytes_per_pass`), each at its rate, with the faster of the two hidden behind the slower. Arithmetic is
+not counted.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from k3.model.tensor_names import tensor_use
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Bytes of a pass that takes in `tokens` behind `position` others."""
+    """The bytes of a pass that takes in `tokens` behind `position` others."""
 
     tokens: int
     position: int
-    experts: float  # different experts that the pass uses, over all layers
+    experts: float  # different experts that the pass uses, in all layers together
     hit_share: float
     drive_bytes: float
     memory_bytes: float
 
     def drive_s(self, bytes_per_s: float) -> float:
-        """Seconds per token at a rate of the drives, all together."""
+        """Return the seconds per token at this rate of all drives together."""
         return self.drive_bytes / bytes_per_s / self.tokens
 
     def memory_s(self, bytes_per_s: float) -> float:
-        """Seconds per token at a rate of memory."""
+        """Return the seconds per token at this rate of memory."""
         return self.memory_bytes / bytes_per_s / self.tokens
 
 
-def forecast(
+def forecast_pass(
     source: ModelSource, config: ModelConfig, names: Sequence[str], *, hit_share: float, tokens: int, position: int
 ) -> Forecast:
-    """Of the dense tensors `names` and the experts of all layers that are run."""
+    """Return the bytes of a pass over the dense tensors `names` and the experts of all layers that are run."""
     multiplied_bytes = embedding_bytes = 0
     for name in names:
         stored_bytes = source.dense(name).stored_bytes
@@ -68,5 +69,5 @@ def forecast(
 
 
 def used_experts(experts: int, top_k: int, tokens: int) -> float:
-    """Different experts of a layer that `tokens` tokens use between them, on average."""
+    """Return the number of different experts of a layer that `tokens` tokens use together, on average."""
     return experts * (1 - (1 - top_k / experts) ** tokens)

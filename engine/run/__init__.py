@@ -1,4 +1,4 @@
 """The second half of a run: request, session, sampling, output, saved states.
 
-Sees `engine.forward`, `engine.launch` and `engine.definition`.
+Imports `engine.forward`, `engine.launch` and `engine.definition`.
 """

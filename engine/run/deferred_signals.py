@@ -1,8 +1,7 @@
-"""How a run ends early: SIGTERM and SIGHUP are what Ctrl-C is, so that temporary files go and a state is saved.
+"""Early ends of a run: SIGTERM and SIGHUP act like Ctrl-C, so that temporary files go and a state is saved.
 
-Where what the passes have made is to be kept, all of them wait for the end of the pass. A signal that is ignored
-(`nohup`, a job in the background) stays ignored. Outside of the main thread, where signals cannot be caught,
-nothing is done.
+With --state, signals are deferred to the end of the pass. A signal that is ignored (`nohup`, a job in the
+background) stays ignored. Outside of the main thread, where Python catches no signals, nothing is done.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SAID = b"\ninterrupted: saving the state after this pass; again to stop at once
 
 @contextlib.contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP are a KeyboardInterrupt."""
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP inside the block."""
     before = _caught(_ENDING, _interrupt)
     try:
         yield
@@ -32,9 +31,9 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 
 class HeldInterrupts:
-    """A context manager. Inside it the first interrupt is kept until `check`, a second one is a KeyboardInterrupt.
+    """A context manager that defers the first interrupt until `check`; a second one is raised at once.
 
-    Does nothing when it is not `wanted`.
+    Does nothing unless `wanted`.
     """
 
     def __init__(self, wanted: bool) -> None:
@@ -43,7 +42,7 @@ class HeldInterrupts:
         self._before: dict[int, Any] = {}
 
     def check(self) -> None:
-        """KeyboardInterrupt if there was an interrupt since the beginning."""
+        """Raise KeyboardInterrupt if there was an interrupt since the block was entered."""
         if self._asked:
             raise KeyboardInterrupt
 
@@ -61,8 +60,8 @@ class HeldInterrupts:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        with contextlib.suppress(OSError):  # a terminal that hung up
-            os.write(2, _SAID)  # a buffered stream may be in use at this very moment
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            os.write(2, _SAID)  # a signal may come while a buffered stream is in use
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -70,7 +69,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _caught(numbers: tuple[int, ...], handler: _Handler) -> dict[int, Any]:
-    """Let signals that are not ignored go to `handler`; returns what they went to before."""
+    """Route signals that are not ignored to `handler`, and return what handled them before."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {
@@ -79,5 +78,6 @@ def _caught(numbers: tuple[int, ...], handler: _Handler) -> dict[int, Any]:
 
 
 def _put_back(before: dict[int, Any]) -> None:
+    """Restore the handlers that `_caught` returned."""
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -1,9 +1,9 @@
-"""The second half of a `k3-run`: one prompt in, one continuation out, every token printed as soon as it is known.
+"""The second half of a `k3-run`: read the request, build the model, generate, print each token at once.
 
-`engine/launch/launched.py` is the first half. The request is read and the memory planned while weights load; the
-model is built, takes in the prompt and generates until a stop token or the asked number. An error ends the printed
-line first, so that earlier output stays readable, and says that generation stopped. With --state the timeline may
-go on from a saved one, and is saved whatever ends it. Main thread only.
+`engine/launch/launched.py` is the first half. The request is read and the memory planned while weights load. The
+model then takes in the prompt and generates until a stop token or the number asked for. An error first ends the
+printed line, so that earlier output stays readable, and says that generation stopped. With --state the run may
+continue a saved timeline, which is saved however the run ends. Main thread only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_TOKENS_PER_CHARACTER = 8
 
 @dataclass(slots=True)
 class Generated:
-    """The tokens that were generated. `stop` is "eos" or "length"."""
+    """The tokens generated so far. `stop` is "eos" or "length"."""
 
     ids: list[int] = field(default_factory=list)
     stop: str = "length"
@@ -95,7 +95,7 @@ def _run_session(
 
 @contextlib.contextmanager
 def _reported(output: Output, generated: Generated) -> Iterator[None]:
-    """End the printed line when an error passes, and add how far the generation came."""
+    """End the printed line when an error passes, and add the number of tokens generated."""
     try:
         yield
     except (K3Error, KeyboardInterrupt, MemoryError) as error:
@@ -115,7 +115,7 @@ def _reported(output: Output, generated: Generated) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """One prompt and its continuation. With a logits file also the last token is taken in, for its row."""
+    """A prompt and its continuation. For a logits file the last token is taken in too, since it has a row."""
 
     session: Session
     request: Request
@@ -137,10 +137,10 @@ class _Generation:
                 self.keeper.interrupts.check()
         finally:
             self.report.prefill_s = time.monotonic() - began_s
-        self.keeper.save()  # a prompt can have taken hours
+        self.keeper.save()  # taking in a prompt may have taken hours
 
     def decode(self) -> None:
-        """Choose tokens, print them and take them in."""
+        """Choose tokens, print each, and take it in."""
         sampler = Sampler(self.settings.sampler, len(self.request.prompt.ids))
         row, ids = self.session.logits, self.generated.ids
         assert row is not None
@@ -169,16 +169,16 @@ class _Generation:
 
 
 def _output_failed(error: OSError, generated: int) -> Exception:
-    """Return the error to raise when stdout refuses a token. A closed pipe is no error of this run and stays."""
+    """Return the error to raise when stdout refuses a token: a closed pipe is returned unchanged."""
     if isinstance(error, BrokenPipeError):
         return error
-    # What is still buffered cannot be written either; the interpreter must not try again when it ends.
+    # Buffered text cannot be written either; at exit the interpreter must not try again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return write_error(f"generation stopped after {generated} tokens: cannot write", error, Path("stdout"))
 
 
 def read_warnings(experts: ExpertSource, weights: TensorLoad, *, direct: bool) -> list[str]:
-    """Return what a user should know of how experts and dense weights were read."""
+    """Return warnings about slow or repeated reads of experts and dense weights."""
     stats = experts.stats()
     warnings = [
         f"experts in {directory} were read through the page cache: its file system does not take O_DIRECT"
@@ -186,9 +186,9 @@ def read_warnings(experts: ExpertSource, weights: TensorLoad, *, direct: bool) -
         if direct and not is_direct
     ]
     if stats.retries:
-        warnings.append(f"{stats.retries} reads of experts failed at first and were right the second time")
+        warnings.append(f"{stats.retries} reads of experts failed and succeeded when repeated")
     if weights.retries:
-        warnings.append(f"{weights.retries} reads of dense weights failed at first and were right the second time")
+        warnings.append(f"{weights.retries} reads of dense weights failed and succeeded when repeated")
     granted = experts.huge_pages() + weights.huge_pages()
     if granted.refused:
         warnings.append(granted.line())
@@ -196,6 +196,7 @@ def read_warnings(experts: ExpertSource, weights: TensorLoad, *, direct: bool) -
 
 
 def _finish_report(report: Report, experts: ExpertSource) -> None:
+    """Enter the counters of the expert source."""
     stats = experts.stats()
     report.read_bytes = stats.read_bytes
     report.read_wait_s = stats.wait_ns / 1e9

@@ -1,8 +1,7 @@
-"""`--logits FILE`: raw little-endian float32, one row of the vocabulary per position.
+"""The file of --logits: raw little-endian float32, one row of the vocabulary per position.
 
-Row i holds the logits that follow token i of the prompt and then of what was generated, so that a run over
-prompt and continuation together writes the same file. The file takes its name only when the run has ended
-well. One thread.
+Row i holds the logits behind token i of prompt and generation, so that a run on both together writes the same
+file. The file appears under its name only when the run has ended well. One thread.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from k3.base.output_file import OutputFile
 
 
 class LogitsFile(OutputFile):
-    """A context manager: left without `publish`, it removes what it wrote."""
+    """A file of logits. A context manager: without `publish`, it removes what it wrote."""
 
     def __init__(self, path: Path) -> None:
-        """DriveError when nothing can be written there."""
+        """Open a temporary file beside `path`. DriveError when nothing can be written there."""
         super().__init__(path, "logits")
 
     def append(self, rows: npt.NDArray[np.float32]) -> None:

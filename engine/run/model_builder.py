@@ -1,4 +1,4 @@
-"""A model built over weights that are loading, and the source of its experts. Called from the main thread."""
+"""Build a model over weights that are loading, with the source of its experts. Called from the main thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def built_model(
 ) -> Iterator[BuiltModel]:
     """Build the model that `plan` was made for; the source of its experts is closed with the block.
 
-    Weights go on loading; the model waits for each where it first needs it.
+    Weights continue to load; the model waits for each at its first use.
     """
     if settings.threads is not None:
         kernels.set_threads(settings.threads)
@@ -46,6 +46,7 @@ def built_model(
 
 
 def _observers(model: Model, experts: ExpertSource, plan: MemoryPlan, sinks: Sinks) -> PassObserver:
+    """Return look-ahead and the traces that were asked for as one observer."""
     look_ahead = None
     if plan.prefetch:
         look_ahead = LookAhead(experts, plan.prefetch, model.config.moe.top_k, model.layers)
@@ -58,6 +59,7 @@ def _observers(model: Model, experts: ExpertSource, plan: MemoryPlan, sinks: Sin
 
 
 def _open_experts(opened: OpenedModel, settings: ModelSettings, plan: MemoryPlan) -> ExpertSource:
+    """Open the daemon's experts if the model comes from one, else the files."""
     if opened.attachment is not None:
         from k3.engine.launch.daemon_attachment import open_experts
 

@@ -1,4 +1,4 @@
-"""What a timeline begins with: a prompt as checked token ids that there is room for. Main thread only."""
+"""The tokens that a timeline begins with: a prompt as checked token ids. Main thread only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from k3.engine.run.state_file import PromptForm, SavedState
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids to begin with; `tokenizer` only when the conversation is in text. `resumed`: they are a saved
-    state's, none were given."""
+    """Token ids to begin with.
+
+    `tokenizer` is None when the conversation is in token ids. `resumed` is True when no prompt was given and the
+    ids are those of a saved state.
+    """
 
     ids: tuple[int, ...]
     tokenizer: Tokenizer | None
@@ -23,20 +26,20 @@ class Prompt:
 
     @property
     def form(self) -> PromptForm:
-        """What the conversation is in."""
+        """The form of the conversation: token ids or text."""
         return "ids" if self.tokenizer is None else "text"
 
 
 def read_prompt(opened: OpenedModel, settings: RunSettings, saved: SavedState | None) -> Prompt:
-    """The prompt as checked ids, all of the timeline: what a saved state has taken in is the beginning of it.
+    """Return the whole timeline as checked ids, beginning with the tokens that a saved state has taken in.
 
-    SettingsError for ids outside the vocabulary and for a prompt of nothing, ResumeError when it does not go on
-    from the saved state.
+    SettingsError for ids outside the vocabulary and for an empty prompt, ResumeError when the prompt does not
+    continue the saved state.
     """
     if settings.ids is None and settings.text is None:
         if saved is None:
             raise SettingsError(
-                "--state: there is no such file yet, and no prompt to begin with", path=settings.state,
+                "--state: the file does not exist, and there is no prompt to begin with", path=settings.state,
                 advice="Give a prompt",
             )  # fmt: skip
         return Prompt(saved.tokens, opened.tokenizer() if saved.prompt == "text" else None, resumed=True)
@@ -47,6 +50,7 @@ def read_prompt(opened: OpenedModel, settings: RunSettings, saved: SavedState | 
 
 
 def _given_prompt(opened: OpenedModel, settings: RunSettings) -> Prompt:
+    """Return the prompt of the settings. SettingsError when it is empty or has ids outside the vocabulary."""
     if settings.ids is not None:
         check_given_ids(settings.ids, opened)
         return Prompt(settings.ids, None)

@@ -1,4 +1,4 @@
-"""A model with every weight in memory and no prompt, for measurements and programs with a loop of their own."""
+"""A model with every weight in memory and no prompt, for measurements and programs with their own loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from k3.store.source import ExpertSource
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A loaded model, the source of its experts, and the load that its weights came from."""
+    """A loaded model, the source of its experts, and the load of its weights."""
 
     model: Model
     experts: ExpertSource
@@ -31,7 +31,7 @@ class ReadyModel:
 def ready_model(
     opened: OpenedModel, settings: ModelSettings, *, capacity: int, chunk: int, every_logit: bool = False
 ) -> Iterator[ReadyModel]:
-    """Plan a run of `capacity` tokens, load and build the model; closed with the block.
+    """Plan a run of `capacity` tokens, load and build the model; all is closed with the block.
 
     UnsupportedError when the run does not fit in memory, and the errors of reading weights.
     """

@@ -17,7 +17,10 @@ from k3.engine.run.state_keeper import open_saved
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`capacity` is the number of tokens that the timeline must hold; `saved` the state that it goes on from."""
+    """A request that the model can fulfil.
+
+    `capacity` is the number of tokens that the timeline must hold, `saved` the state that it continues.
+    """
 
     prompt: Prompt
     capacity: int
@@ -32,11 +35,11 @@ class Request:
 
 @contextlib.contextmanager
 def read_request(opened: OpenedModel, settings: RunSettings, *, writable: bool = True) -> Iterator[Request]:
-    """Read the vocabulary, the prompt and the saved state, which stays open for the block.
+    """Read the vocabulary, the prompt and the saved state, which stays open until the end of the block.
 
-    `writable` also checks that the state can be saved, which creates a file for a moment.
-    SettingsError for a prompt that is empty or too long, ResumeError for one that does not go on from the state,
-    and the errors of the vocabulary's files and of the state's.
+    `writable` also checks that a state can be saved, by creating a file for a moment. SettingsError for a prompt
+    that is empty or too long, ResumeError for one that does not continue the state, and the errors of the
+    vocabulary's files and of the state's.
     """
     with contextlib.ExitStack() as stack:
         saved = None

@@ -1,10 +1,10 @@
-"""Logits to the next token: greedy, or drawn by temperature and top-p from a seeded generator.
+"""Logits to the next token: the likeliest, or drawn by temperature and top-p from a seeded generator.
 
-The same logits, settings and seed give the same tokens: the arithmetic is float64 and the generator PCG64; only
-a draw within a rounding error of a boundary could differ between machines. The number that a token is drawn with
-follows from the seed and the token's position in the timeline, so a generation in pieces draws what one in one
-go does. A logit that is not finite is an error: it can only come from damaged weights or from a fault, and a
-token chosen from it would hide that. One instance per timeline, one thread.
+The same logits, settings and seed give the same tokens: the arithmetic is float64 and the generator PCG64; only a
+draw within a rounding error of a boundary could differ between machines. The random number of a token follows
+from the seed and the token's position in the timeline, so a generation in several runs draws the same tokens as
+one in a single run. A logit that is not finite raises: it can only come from damaged weights or a fault, which a
+token chosen from it would hide. One instance per timeline, one thread.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from k3.engine.forward.weights import DAMAGED_OR_PUBLISHED
 
 
 class Sampler:
-    """Chooses tokens, one after the other, and owns the random stream."""
+    """Chooses tokens one by one, and owns the random generator."""
 
     def __init__(self, options: SamplerOptions, position: int = 0) -> None:
-        """`position` is that of the first token to be chosen."""
+        """Begin at `position`, that of the first token to be chosen."""
         self.options = options
         bits = np.random.PCG64(options.seed)
-        bits.advance(position)  # one number per token
+        bits.advance(position)  # each token takes one number
         self._random = np.random.Generator(bits)
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
-        """The next token for logits [vocab]. Ties go to the lowest id. SourceError if one is not finite."""
+        """Return the next token for logits [vocab]; ties go to the lowest id. SourceError if one is not finite."""
         check_finite(logits)
         if self.options.temperature == 0:
             return int(np.argmax(logits))
@@ -40,9 +40,10 @@ class Sampler:
 def kept_shares(
     logits: npt.NDArray[np.float32], temperature: float, top_p: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The tokens that may be drawn, likeliest first (ties: lowest id), and their cumulative probabilities.
+    """Return the tokens that may be drawn, and their cumulative probabilities.
 
-    The set is the shortest one whose probability reaches `top_p`; it is never empty.
+    The likeliest token comes first (ties: lowest id). The set is the shortest one whose probability reaches
+    `top_p`; it is never empty.
     """
     scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
     tokens = np.argsort(-scaled, kind="stable")
@@ -55,7 +56,7 @@ def kept_shares(
 
 
 def check_finite(logits: npt.NDArray[np.float32]) -> None:
-    """SourceError naming the first token whose logit is not a finite number."""
+    """Raise SourceError for the first token whose logit is not a finite number."""
     finite = np.isfinite(logits)
     if not finite.all():
         token = int(np.argmin(finite))

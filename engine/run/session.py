@@ -1,10 +1,10 @@
-"""`Session`: one timeline. Prompt in, logits out, one token after the other.
+"""`Session`: one timeline. Tokens in, logits out.
 
-A session owns a `State` of a size fixed at the start and refuses what would not fit in it. It is used by one
-thread. After an error inside the model its state is half-way through a pass, so it refuses to go on.
+A session owns a `State` whose size is fixed at the start, and refuses tokens that do not fit in it. One thread
+uses it. After an error inside the model its state is in the middle of a pass, so it refuses to continue.
 
-What it remembers can be saved and loaded by another session of the same model, which then goes on with the same
-bits (docs/state_file.md).
+A session can be saved; another session of the same model can load it and continue with the same bits
+(docs/state_file.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Session:
-    """A timeline of at most `capacity` tokens; prompts are taken `chunk` tokens at a time."""
+    """A timeline of at most `capacity` tokens; prompts are taken in `chunk` tokens at a time."""
 
     def __init__(self, model: Model, capacity: int, chunk: int) -> None:
         if capacity < 1 or chunk < 1:
@@ -49,21 +49,21 @@ class Session:
 
     @property
     def logits(self) -> Array | None:
-        """The logits [vocab] that follow the last token; None before the first."""
+        """The logits [vocab] behind the last token; None before the first."""
         return self._logits
 
     @property
     def broken(self) -> bool:
-        """Whether an error has left the state half-way, so that it is of no further use."""
+        """True after an error inside a pass: the state cannot be used any more."""
         return self._broken
 
     @property
     def state(self) -> State:
-        """What the timeline remembers."""
+        """The state of the timeline."""
         return self._state
 
     def prefill(self, ids: Sequence[int], on_logits: Callable[[Array], None] | None = None) -> Array:
-        """Take in `ids`, at least one, and return the logits [vocab] that follow the last.
+        """Take in `ids`, at least one, and return the logits [vocab] behind the last.
 
         With `on_logits` every position's logits are computed and passed on, chunk by chunk, [S, vocab].
         ValueError for ids outside the vocabulary, UnsupportedError when they do not fit.
@@ -83,14 +83,14 @@ class Session:
         return last
 
     def step(self, token: int) -> Array:
-        """Take in one token and return the logits [vocab] that follow it. Errors as in `prefill`."""
+        """Take in one token and return the logits [vocab] behind it. Errors as in `prefill`."""
         return self.prefill([token])
 
     def save(self, path: Path, *, later: Sequence[int] = (), prompt: PromptForm = "ids") -> None:
-        """Write what the session remembers to `path`, at once or not at all.
+        """Write the session to `path`; the file appears when it is whole.
 
-        `later` are tokens of the timeline that have not been taken in, `prompt` is what it was begun with; both
-        are only kept. ValueError when there is nothing to save; DriveError, SpaceError.
+        `later` are tokens of the timeline that were not taken in, `prompt` is the form that it began in; both are
+        only kept. ValueError when there is nothing to save; DriveError, SpaceError.
         """
         self._check_whole()
         check_ids(later, self._model.config.vocab)
@@ -101,10 +101,10 @@ class Session:
         write_state(path, self._state, self._model.config, binding, tokens, self._logits, prompt)
 
     def load(self, path: Path) -> tuple[int, ...]:
-        """Become the session that was saved to `path`; returns the tokens that it had not taken in.
+        """Become the session that was saved to `path`, and return the tokens that it had not taken in.
 
-        Only before the first token: ValueError otherwise. UnsupportedError when it does not fit, and the errors of
-        `state_file.SavedState`. No pass is made; `logits` are those that were saved.
+        Only before the first token: ValueError otherwise. UnsupportedError when it does not fit, and the errors
+        of `state_file.SavedState`. No pass is made; `logits` are those that were saved.
         """
         binding = Binding.of(self._model.identity, self._model.config, self._model.options)
         with SavedState(path, binding, self._model.config) as saved:
@@ -112,7 +112,7 @@ class Session:
             return saved.tokens[saved.taken :]
 
     def restore(self, saved: SavedState) -> None:
-        """`load` from a file that is open already."""
+        """Do what `load` does, from a file that is open already."""
         self._check_whole()
         if self._ids:
             raise ValueError("a session can be loaded only before its first token")
@@ -131,7 +131,7 @@ class Session:
 
     def _check_whole(self) -> None:
         if self._broken:
-            raise ValueError("this session met an error in the middle of a pass and cannot go on")
+            raise ValueError("an error stopped this session in the middle of a pass, so it cannot continue")
 
     def _check_room(self, tokens: int) -> None:
         if self._state.position + tokens > self._state.capacity:

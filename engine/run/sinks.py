@@ -16,7 +16,7 @@ from k3.store.routing.route_trace import RouteHeader, RouteTraceWriter, TracedLa
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """The files that were asked for, open. `logits` is published by whoever brings the run to its end."""
+    """The files that were asked for, open. The caller publishes `logits` when the run has ended well."""
 
     logits: LogitsFile | None = None
     trace: TraceFile | None = None
@@ -25,8 +25,10 @@ class Sinks:
 
 @contextlib.contextmanager
 def open_sinks(opened: OpenedModel, settings: RunSettings) -> Iterator[Sinks]:
-    """Open what the settings ask for. SettingsError, DriveError. The routing trace is published with the block,
-    also when it is left by Ctrl-C."""
+    """Open the files that the settings ask for. SettingsError, DriveError.
+
+    The routing trace is published at the end of the block, also after Ctrl-C.
+    """
     with contextlib.ExitStack() as stack:
         trace = None if settings.trace is None else stack.enter_context(TraceFile(settings.trace))
         logits = None if settings.logits is None else stack.enter_context(LogitsFile(settings.logits))
@@ -44,7 +46,7 @@ def open_sinks(opened: OpenedModel, settings: RunSettings) -> Iterator[Sinks]:
 
 
 def open_route_trace(opened: OpenedModel, path: Path) -> RouteTraceWriter:
-    """Open a routing trace of this model's runs. SettingsError when it has no experts; DriveError."""
+    """Open a routing trace for runs of this model. SettingsError when no layer has experts; DriveError."""
     source, config = opened.source, opened.config
     layers = tuple(
         TracedLayer(layer, source.expert_count(layer), source.expert_layout(layer).payload_bytes)
@@ -52,5 +54,5 @@ def open_route_trace(opened: OpenedModel, path: Path) -> RouteTraceWriter:
         if layer in config.moe_layers
     )
     if not layers:
-        raise SettingsError("--route-trace: none of the layers that are run has experts")
+        raise SettingsError("--route-trace: no layer of this run has experts")
     return RouteTraceWriter(path, RouteHeader(source.identity.weights, config.moe.top_k, layers))

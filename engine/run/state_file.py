@@ -1,8 +1,8 @@
-"""The file that a timeline is kept in: docs/state_file.md, to the byte.
+"""The file of a saved timeline, as specified in docs/state_file.md.
 
-`write_state` writes one, `SavedState` is an open one whose header and tokens are known to be sound and to belong
-to this model and these settings; its arrays are read, and checked, when they are restored. The layout is a
-pure function of the shapes, so a header is checked by making it again. Each object is one thread's.
+`write_state` writes one. `SavedState` is an open one, whose header and tokens were found sound and to belong to
+this model and these settings; its arrays are read and checked when they are restored. The layout is a pure
+function of the shapes, so a header is checked by building it again. One thread uses an object.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FORMAT = "k3-state"
 VERSION = 2
 
 NUMERICS = 1
-"""Version of the arithmetic: raised when the same weights and tokens give other bits than before."""
+"""Version of the arithmetic, to be raised when the same weights and tokens give other bits than before."""
 
 NO_TEXT = "none"
-"""Stands for the vocabulary in a timeline of token ids: they are the same whatever text they mean."""
+"""The vocabulary of a timeline of token ids, which depends on no text."""
 
 ALIGN_BYTES = 64
 HEADER_BYTES_MAX = 1 << 20
 DIGEST_BYTES = 16
 BLOCK_BYTES = 8 << 20
-"""Rows are moved in blocks of about this size."""
+"""Size, roughly, of the blocks in which rows are read and written."""
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 _COUNT = re.compile(r"^[1-9][0-9]{0,9}$")
@@ -57,9 +57,9 @@ _NOT_SAVED = (
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Everything that decides which numbers a model gives and what they mean, as the file spells it.
+    """Everything that decides the numbers of a model and their meaning, as the file spells it.
 
-    `text` binds the states of timelines that began as text; those that began as token ids have NO_TEXT there.
+    `text` binds timelines that began as text; those that began as token ids have NO_TEXT.
     """
 
     model: str
@@ -74,7 +74,7 @@ class Binding:
 
     @classmethod
     def of(cls, identity: ModelIdentity, config: ModelConfig, options: ModelOptions) -> Binding:
-        """The binding of a model's runs. `identity` is its source's."""
+        """Return the binding of runs of a model; `identity` is its source's."""
         return cls(
             model=identity.weights,
             config=identity.config,
@@ -88,11 +88,11 @@ class Binding:
         )
 
     def metadata(self, prompt: PromptForm) -> dict[str, str]:
-        """The binding as it stands in the file of a timeline that began in this form."""
+        """Return the metadata that a file has for this binding, of a timeline that began in this form."""
         return {**asdict(self), "text": self.text if prompt == "text" else NO_TEXT}
 
     def check(self, found: dict[str, str], path: Path) -> None:
-        """ResumeError naming everything in which a file's metadata differs from this."""
+        """Raise ResumeError naming every difference between a file's metadata and this binding."""
         wanted = self.metadata("text" if found.get("prompt") == "text" else "ids")
         different = [key for key in wanted if found.get(key) != wanted[key]]
         if different:
@@ -100,13 +100,13 @@ class Binding:
             raise ResumeError(
                 f"the state was made with other settings or by another model: {listing}",
                 path=path,
-                advice=f"Run with what it was made with, or name another file. {_START_ANEW}",
+                advice=f"Use the model and settings of the saved state, or name another file. {_START_ANEW}",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One tensor and its padding. `part` says whose rows they are; None for tokens and logits."""
+    """One tensor of the file and its padding. `part` is the array of the state; None for tokens and logits."""
 
     name: str
     dtype: str
@@ -116,30 +116,30 @@ class Section:
 
     @property
     def payload_bytes(self) -> int:
-        """Without padding."""
+        """Bytes without padding."""
         return tensor_bytes(self.dtype, self.shape)
 
     @property
     def stored_bytes(self) -> int:
-        """With padding."""
+        """Bytes with padding."""
         return -(-self.payload_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
     @property
     def block_rows(self) -> int:
-        """Rows that are moved at once."""
+        """Rows that are read or written together."""
         return max(1, BLOCK_BYTES // max(1, self.payload_bytes // self.shape[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Header and sections of a file, known before a byte of it is written or believed."""
+    """Header and sections of a file, computed from shapes before a byte of it is written or trusted."""
 
     header: bytes
     sections: tuple[Section, ...]
 
     @classmethod
     def of(cls, binding: Binding, config: ModelConfig, tokens: int, taken: int, prompt: PromptForm) -> StateLayout:
-        """The layout for so many tokens of which `taken` have been taken in. Pure."""
+        """Return the layout for `tokens` tokens, of which `taken` have been taken in. Pure."""
         parts: list[tuple[str, str, tuple[int, ...], Part | None]] = [
             ("tokens", "I32", (tokens,), None),
             ("logits", "F32", (config.vocab,), None),
@@ -167,12 +167,12 @@ class StateLayout:
         return cls(header, tuple(sections))
 
     def start(self, section: Section) -> int:
-        """Where a section starts in the file."""
+        """Return the offset of a section in the file."""
         return len(self.header) + section.offset
 
     @property
     def digests_start(self) -> int:
-        """Where the digests start in the file."""
+        """The offset of the digests in the file."""
         return len(self.header) + sum(section.stored_bytes for section in self.sections)
 
 
@@ -185,9 +185,9 @@ def write_state(
     logits: npt.NDArray[np.float32],
     prompt: PromptForm,
 ) -> None:
-    """Write the state after the first `state.position` of `tokens`, whose last `logits` [vocab] are given.
+    """Write the state after the first `state.position` of `tokens`, with the `logits` [vocab] behind them.
 
-    The file appears, or replaces the one that was there, when all of it is durable. DriveError, SpaceError.
+    The file appears, or replaces an earlier one, when all of it is durable. DriveError, SpaceError.
     """
     layout = StateLayout.of(binding, config, len(tokens), state.position, prompt)
     given: dict[str, Array] = {"tokens": np.asarray(tokens, np.int64), "logits": logits}
@@ -205,7 +205,7 @@ def write_state(
 
 
 def check_writable(path: Path) -> None:
-    """Learn now what would keep a state from being written at the end. DriveError."""
+    """Raise DriveError now if a state could not be written at the end."""
     OutputFile(path, "the state", _NOT_SAVED, private=True).close()
 
 
@@ -213,16 +213,16 @@ class SavedState:
     """An open state file. A context manager; nothing can be read after it is closed."""
 
     def __init__(self, path: Path, binding: Binding, config: ModelConfig) -> None:
-        """Open and check everything but the arrays.
+        """Open a file, and check everything but the arrays.
 
-        DamageError when the bytes are not those that were written, VersionError for a later version,
-        ResumeError when it belongs to another model or other settings, DriveError.
+        DamageError when the bytes are not those that were written, VersionError for a later version, ResumeError
+        for another model or other settings, DriveError.
         """
         self.path = path
         self._config = config
         self._file = RegularFile(path, missing=DamageError)
         try:
-            self._layout, self.taken, self.prompt = self._checked(binding)
+            self._layout, self.taken, self.prompt = self._read_layout(binding)
             self._digests = self._read(self._layout.digests_start, DIGEST_BYTES * len(self._layout.sections))
             ids = np.empty(self._layout.sections[0].shape, np.int32)
             self._fill(0, ids)
@@ -236,9 +236,9 @@ class SavedState:
             raise
 
     def restore(self, state: State) -> npt.NDArray[np.float32]:
-        """Fill `state`, which has room for it; returns the logits [vocab] after the last token taken in.
+        """Fill `state`, which has room for it, and return the logits [vocab] behind the last token taken in.
 
-        After an error `state` is of no use. DamageError, DriveError.
+        After an error `state` must not be used. DamageError, DriveError.
         """
         logits = np.empty(self._config.vocab, np.float32)
         self._fill(1, logits)
@@ -249,7 +249,7 @@ class SavedState:
         return logits
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless."""
+        """Close the file. Closing it again does nothing."""
         self._file.close()
 
     def __enter__(self) -> SavedState:
@@ -260,8 +260,8 @@ class SavedState:
     ) -> None:
         self.close()
 
-    def _checked(self, binding: Binding) -> tuple[StateLayout, int, PromptForm]:
-        """Steps 1 to 4 of docs/state_file.md section 3."""
+    def _read_layout(self, binding: Binding) -> tuple[StateLayout, int, PromptForm]:
+        """Read and check the header by steps 1 to 4 of docs/state_file.md section 3."""
         raw, header = self._header()
         metadata = dict(header.metadata)
         if metadata.get("format") != FORMAT:
@@ -299,7 +299,7 @@ class SavedState:
         return layout, int(taken), form
 
     def _header(self) -> tuple[bytes, Header]:
-        """A header that describes the whole file. Its length is bounded before it is read."""
+        """Read the header, whose length is checked first. DamageError."""
         size_bytes = self._file.size_bytes
         try:
             start = self._file.read(0, min(size_bytes, 512))
@@ -308,14 +308,14 @@ class SavedState:
                 raise self._damage(f"its header would have {length} bytes, in a file of {size_bytes}", offset=0)
             raw = self._file.read(0, 8 + length)
             header = parse_header(raw, size_bytes, self.path)
-        except SourceError as error:  # words for a download
+        except SourceError as error:  # its advice is for a download
             raise self._damage(error.problem, error.tensor, offset=error.offset) from error
         if not header.tensors:
             raise self._damage("it holds no tensor", offset=0)
         return raw, header
 
     def _fill(self, number: int, into: Array) -> None:
-        """Read section `number`, which is one small array."""
+        """Read section `number` as one small array."""
         section = self._layout.sections[number]
         data = self._read(self._layout.start(section), section.stored_bytes)
         self._check_digest(number, section, digest(data))
@@ -344,7 +344,7 @@ class SavedState:
     def _read(self, offset: int, length: int) -> bytes:
         try:
             return self._file.read(offset, length)
-        except SourceError as error:  # the file was cut since it was opened
+        except SourceError as error:  # the file was cut after it was opened
             raise self._damage(error.problem, offset=error.offset) from error
 
     def _damage(
@@ -361,7 +361,7 @@ class SavedState:
 
 
 def _blocks(section: Section, state: State, given: Array | None) -> Iterator[bytes]:
-    """The bytes of a section, a block at a time, the padding last."""
+    """Yield the bytes of a section in blocks, the padding last."""
     for start in range(0, section.shape[0], section.block_rows):
         stop = min(start + section.block_rows, section.shape[0])
         if section.part is None:
@@ -374,12 +374,12 @@ def _blocks(section: Section, state: State, given: Array | None) -> Iterator[byt
 
 
 def _parsed(section: Section, data: bytes) -> Array:
-    """Little-endian bytes of a section's dtype as a flat array."""
+    """Return little-endian bytes as a flat array of the section's dtype."""
     return np.frombuffer(data, _DTYPES[section.dtype])
 
 
 def _shown(value: str | None) -> str:
-    """A file's word for a message: it may be anything."""
+    """Return a value of a file's metadata, which may be anything, for a message."""
     if value is None:
         return "missing"
     text = value.encode("unicode_escape").decode("ascii")

@@ -1,6 +1,6 @@
-"""`--state FILE` in one run: what it is loaded from, whether the prompt goes on from it, and when it is saved.
+"""The option --state in one run: load the state, and save it when docs/state_file.md section 5 says so.
 
-docs/state_file.md section 5 is what this module does. Main thread only.
+Main thread only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from k3.model.architecture import ModelConfig
 
 
 def open_saved(path: Path, binding: Binding, config: ModelConfig, *, writable: bool) -> SavedState | None:
-    """Open the state in `path`, sound and of this model; None when there is no file yet.
+    """Open the state in `path`, if the file exists and belongs to this model; None without a file.
 
-    `writable` also checks that a state can be written there. SettingsError for what is no file, and the errors of
-    `SavedState` and of writing.
+    `writable` also checks that a state can be written there. SettingsError for a path that is no regular file,
+    and the errors of `SavedState` and of writing.
     """
     try:
         mode = path.stat().st_mode
@@ -42,7 +42,7 @@ def open_saved(path: Path, binding: Binding, config: ModelConfig, *, writable: b
 
 
 class Keeper:
-    """Saves the timeline of one run to its file, if it is not there yet. Without a file, does nothing."""
+    """Saves the timeline of one run, unless the file holds it already. Does nothing without a file."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Keeper:
         session: Session,
         timeline: Callable[[], Sequence[int]],
     ) -> None:
-        """`timeline` tells all tokens there are by now, taken in or not; `saved` is what the file holds."""
+        """Save to `path` the tokens that `timeline` returns, taken in or not; `saved` is the file's state now."""
         self.interrupts = HeldInterrupts(path is not None)
         self._path = path
         self._form: PromptForm = form
         self._kept = None if saved is None else (saved.taken, saved.tokens, saved.prompt)
-        self._failed = False  # saving was tried, and did not come to its end
+        self._failed = False  # saving has begun and did not end well
         self._session = session
         self._timeline = timeline
 
@@ -78,7 +78,7 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """An error is on its way: save what can be. That this fails too is said, and goes no further."""
+        """Save what can be saved when an error passes. That saving fails too is printed, and not raised."""
         try:
             if kind is not None and self._path is not None and not self._failed:
                 self._rescue(self._path)
@@ -86,9 +86,10 @@ class Keeper:
             self.interrupts.__exit__(kind, value, trace)
 
     def _rescue(self, path: Path) -> None:
+        """Save the state after an error, if the last pass was finished, and print the outcome."""
         if self._session.broken:
-            there = "" if self._kept is None else f"; {path} has that of {self._kept[0]} tokens"
-            say(f"the pass was not finished, so its state is not saved{there}\n")
+            there = "" if self._kept is None else f"; {path} still has the state of {self._kept[0]} tokens"
+            say(f"the last pass was not finished, so the state was not saved{there}\n")
             return
         try:
             self.save()

@@ -1,7 +1,7 @@
-"""What the store's threads have to say while tokens are printed: on lines of its own, also on a terminal.
+"""Log messages of the store's threads on stderr while tokens are printed on stdout.
 
-A daemon that goes away, or comes back, is told of at once. Where stdout is the terminal, a line of text is usually
-begun there; the notice then starts a new line. Nothing is ever added to stdout itself.
+A daemon that goes away or comes back is reported at once. On a terminal a line of text has usually been begun;
+the message then starts on a new line. Nothing is added to stdout itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOGGER = logging.getLogger("k3.store")
 
 
 class Notices(logging.Handler):
-    """A context manager: inside it, warnings of the store are shown like this. They may come from any thread."""
+    """A context manager that prints the store's warnings inside the block. They may come from any thread."""
 
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""How a generation is shown: text (or ids) as it comes on stdout, or JSON lines.
+"""The output of a generation: text or ids on stdout as they come, or JSON lines.
 
 The timing line goes to stderr, so that stdout holds the answer and nothing else. Main thread only.
 """
@@ -18,31 +18,31 @@ from k3.engine.definition.tokenizer import Tokenizer
 
 
 class Output(Protocol):
-    """Told of every token, then of the end or of an interruption."""
+    """A receiver of every token, and of the end or an interruption."""
 
     @property
     def mid_line(self) -> bool:
-        """Whether stdout stands behind text, not at the beginning of a line."""
+        """True unless the cursor is at the start of a line."""
 
     def token(self, token: int, *, is_stop: bool) -> None:
-        """A token was chosen; `is_stop` when it ends the generation."""
+        """Show a token; `is_stop` when it ends the generation."""
 
     def interrupt(self) -> None:
-        """Generation ends in the middle: leave the terminal readable."""
+        """End the output in the middle, and leave the terminal readable."""
 
     def finish(self, ids: list[int], stop: str, report: Report, sampler: SamplerOptions) -> None:
-        """Generation ended as it should."""
+        """Show the end of a generation that ended as it should."""
 
 
 class TextOutput:
-    """Text as its characters become complete; without a tokenizer, ids separated by commas.
+    """Shows text as its characters become complete; without a tokenizer, ids separated by commas.
 
-    A stop token is not text, but it is an id. On a terminal, control characters other than line ends and tabs are
-    written as escapes, since a terminal would obey them; a pipe or a file gets the text as it is.
+    A stop token has no text, but it has an id. On a terminal, control characters other than line ends and tabs
+    are written as escapes, since a terminal would obey them; a pipe or a file receives the text as it is.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
-        """`before` are the tokens that the text goes on from, which may end inside a character."""
+        """Begin behind the tokens `before`, whose last may end inside a character."""
         self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._begun = False
         self._mid_line = False
@@ -50,21 +50,25 @@ class TextOutput:
 
     @property
     def mid_line(self) -> bool:
+        """See `Output.mid_line`."""
         return self._mid_line
 
     def token(self, token: int, *, is_stop: bool) -> None:
+        """See `Output.token`."""
         if self._detokenizer is None:
             self._write(f",{token}" if self._begun else str(token))
         elif not is_stop:
             self._write(self._detokenizer.push(token))
 
     def interrupt(self) -> None:
+        """See `Output.interrupt`."""
         if self._detokenizer is not None:
             self._write(self._detokenizer.finish())
         if self._begun:
             self._write("\n")
 
     def finish(self, ids: list[int], stop: str, report: Report, sampler: SamplerOptions) -> None:
+        """See `Output.finish`."""
         if self._detokenizer is not None:
             self._write(self._detokenizer.finish())
         self._write("\n")
@@ -73,7 +77,7 @@ class TextOutput:
     def _write(self, text: str) -> None:
         self._begun = self._begun or bool(text)
         self._mid_line = not text.endswith("\n") if text else self._mid_line
-        # A terminal that cannot show a character gets a question mark; the generation goes on.
+        # A character that the terminal's encoding lacks becomes a question mark; generation continues.
         encoding = sys.stdout.encoding or "utf-8"
         if self._shows_controls:
             text = visible_lines(text)
@@ -82,29 +86,31 @@ class TextOutput:
 
 
 class JsonOutput:
-    """A line per token, then a summary:
+    """Shows a JSON line per token, then a summary.
 
-    {"type": "token", "index": 0, "id": 17, "text": "Hel"}      text is null when the prompt was ids
-    {"type": "summary", "ids": [...], "text": "...", "stop": "eos" | "length", "temperature": 0.0,
-     "top_p": 1.0, "seed": 0, ...}                              and the numbers of `report.Report`
+        {"type": "token", "index": 0, "id": 17, "text": "Hel"}      text is null when the prompt was ids
+        {"type": "summary", "ids": [...], "text": "...", "stop": "eos" | "length", "temperature": 0.0,
+         "top_p": 1.0, "seed": 0, ...}                              and the numbers of `run_report.Report`
 
-    The lines of `console.Progress` come before them, while weights are loaded.
+    The lines of `cli_support.Progress` come before them, while weights are loaded.
 
-    Characters that a token leaves incomplete come with the token that completes them; what is incomplete at
-    the end is in the summary's text only. The text of a stop token is empty.
+    Characters that a token leaves incomplete come with the token that completes them; bytes that are incomplete
+    at the end are in the summary's text only. The text of a stop token is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
-        """`before` as in `TextOutput`."""
+        """Begin behind the tokens `before`, as `TextOutput` does."""
         self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._pieces: list[str] = []
         self._count = 0
 
     @property
     def mid_line(self) -> bool:
+        """See `Output.mid_line`."""
         return False
 
     def token(self, token: int, *, is_stop: bool) -> None:
+        """See `Output.token`."""
         text = None
         if self._detokenizer is not None:
             text = "" if is_stop else self._detokenizer.push(token)
@@ -113,9 +119,10 @@ class JsonOutput:
         self._count += 1
 
     def interrupt(self) -> None:
-        """Every line is complete already."""
+        """See `Output.interrupt`. Every line is complete already."""
 
     def finish(self, ids: list[int], stop: str, report: Report, sampler: SamplerOptions) -> None:
+        """See `Output.finish`."""
         text = None if self._detokenizer is None else "".join(self._pieces) + self._detokenizer.finish()
         emit_json(
             "summary", ids=ids, text=text, stop=stop, temperature=sampler.temperature, top_p=sampler.top_p,
@@ -124,7 +131,7 @@ class JsonOutput:
 
 
 def _detokenizer(tokenizer: Tokenizer, before: Sequence[int]) -> Detokenizer:
-    """A detokenizer that knows how the text before ends."""
+    """Return a detokenizer that continues behind the tokens `before`."""
     detokenizer = Detokenizer(tokenizer)
     for token in before:
         detokenizer.push(token)

@@ -1,4 +1,4 @@
-"""Observers that record forward passes: times and bytes for `--trace`, the experts used for `--route-trace`."""
+"""Observers that record forward passes: times and bytes for --trace, the experts used for --route-trace."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """A point in time, and the expert source's counters then."""
+    """A point in time, and the counters of the expert source at it."""
 
     ns: int
     stats: SourceStats
 
     def ms_until(self, later: _Moment) -> float:
-        """Milliseconds from here to a later moment."""
+        """Return the milliseconds from here to a later moment."""
         return round((later.ns - self.ns) / 1e6, 3)
 
 
 class TraceObserver(PassObserver):
-    """Writes a record for each layer and each pass to a `TraceFile`."""
+    """An observer that writes a record for each layer and each pass to a `TraceFile`."""
 
     def __init__(self, file: TraceFile, experts: ExpertSource, look_ahead: LookAhead | None) -> None:
-        """`experts` is the model's source; `look_ahead`, if any, is called before this observer."""
+        """Read counters of `experts`, the model's source; `look_ahead`, if any, is called before this observer."""
         self._file = file
         self._experts = experts
         self._look_ahead = look_ahead
@@ -99,7 +99,7 @@ class TraceObserver(PassObserver):
 
 
 class RouteObserver(PassObserver):
-    """Writes the experts that each token uses to a routing trace."""
+    """An observer that writes the experts that each token uses to a routing trace."""
 
     def __init__(self, writer: RouteTraceWriter) -> None:
         self._writer = writer
@@ -120,7 +120,7 @@ class RouteObserver(PassObserver):
 
 @dataclass(slots=True)
 class LastRouting(PassObserver):
-    """Keeps the routing of the latest pass: layer -> routing. For tests and measurements."""
+    """An observer that keeps the routing of the latest pass, by layer. For tests and measurements."""
 
     routing: dict[int, Routing] = field(default_factory=dict)
 

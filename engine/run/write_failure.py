@@ -1,4 +1,4 @@
-"""How a refused write to stdout is reported. Pure; any thread."""
+"""The error of a refused write to stdout. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from k3.base.output_file import NOTHING_KEPT
 
 
 def write_error(problem: str, error: OSError, path: Path) -> DriveError:
-    """The typed error for a write that failed. Unlike a repack, a run does not continue where it stopped."""
+    """Return the typed error for a write that failed.
+
+    Its advice differs from a repack's: a run does not continue where it stopped.
+    """
     typed = drive_error(problem, error, path, operation=Operation.WRITE)
     typed.advice = NOTHING_KEPT
     return typed

@@ -166,7 +166,7 @@ def test_nonsense(arguments: list[str], said: str) -> None:
 def test_no_model() -> None:
     result = k3_bench("-p", "4")
     assert result.exit_code == 2
-    assert "--container or --snapshot" in result.stderr
+    assert "give --container, --snapshot or --store" in result.stderr
 
 
 def test_too_little_memory_for_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:

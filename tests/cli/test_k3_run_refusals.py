@@ -122,7 +122,7 @@ def test_prompt_files(tmp_path: Path, data: bytes) -> None:
 def test_no_model() -> None:
     result = k3_run("--ids", "1")
     assert result.exit_code == 2
-    assert "--container or --snapshot" in result.stderr
+    assert "give --container, --snapshot or --store" in result.stderr
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)

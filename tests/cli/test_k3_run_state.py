@@ -185,7 +185,7 @@ def test_a_container_and_its_daemon_take_turns(state: Path, tmp_path: Path) -> N
 def test_nothing_to_begin_with(state: Path) -> None:
     result = k3_run(*TINY, "--state", state)
     assert result.exit_code == 2
-    assert "no such file yet" in result.stderr
+    assert "does not exist" in result.stderr
     assert k3_run(*TINY).exit_code == 2
     assert not state.exists()
 
@@ -253,7 +253,7 @@ def test_a_pass_that_fails_leaves_the_state_after_the_prompt(state: Path, monkey
         patch.setattr(Model, "forward", forward)
         result = k3_run(*TINY, "--ids", joined(IDS), "--ngen", 9, "--state", state)
     assert result.exit_code == 6
-    assert f"not saved; {state} has that of 24 tokens" in result.stderr
+    assert f"not saved; {state} still has the state of 24 tokens" in result.stderr
     resumed = k3_run(*TINY, "--ngen", 9, "--state", state)
     assert ids_of(resumed) == ids_of(k3_run(*TINY, "--ids", joined(IDS), "--ngen", 9))
 

@@ -16,9 +16,9 @@ from k3.engine.report.bench_table import (
     Result,
     Sample,
     Workload,
-    fields,
     mean_and_deviation,
     open_table,
+    result_fields,
 )
 
 MACHINE = Machine(
@@ -64,7 +64,7 @@ def test_names_are_llama_benchs(test: Workload, name: str, tokens: int) -> None:
 
 
 def test_a_result_is_told_in_full() -> None:
-    told = fields(result())
+    told = result_fields(result())
     assert (told["avg_ns"], told["stddev_ns"]) == (1_500_000_000, 707_106_781)
     assert (told["avg_ts"], told["stddev_ts"]) == (3.0, pytest.approx(1.414214))  # of 2 and 4 tokens per second
     assert told["memory_gb_per_s"] == 20.0  # 15 for two seconds, 30 for one
@@ -78,20 +78,20 @@ def test_a_result_is_told_in_full() -> None:
 
 @pytest.mark.parametrize("origin", ["page cache", "daemon", "memory"])
 def test_what_no_drive_did_is_no_share_of_one(origin: ReadsFrom) -> None:
-    assert fields(result(origin))["drive_share"] is None
+    assert result_fields(result(origin))["drive_share"] is None
     row = printed("md", result(origin)).splitlines()[2].split("|")
     assert row[10].strip() == ("-" if origin == "memory" else origin)
     assert "0.50" not in row[10]
 
 
 def test_drives_that_were_not_measured_have_no_share() -> None:
-    assert fields(result(drive_rate=None))["drive_share"] is None
+    assert result_fields(result(drive_rate=None))["drive_share"] is None
     assert "not measured" in printed("md", result(drive_rate=None))
 
 
 def test_no_experts_no_hits() -> None:
     bare = replace(result("memory"), samples=[replace(sample, asked=0, hits=0) for sample in SAMPLES])
-    assert fields(bare)["hit_share"] is None
+    assert result_fields(bare)["hit_share"] is None
     assert printed("md", bare)
 
 
@@ -125,4 +125,4 @@ def test_json_is_one_array(count: int) -> None:
     for one in parsed:
         assert one["samples_ns"] == [2 * SECOND, SECOND]
         assert one["samples_ts"] == [2.0, 4.0]
-        assert one == fields(result()) | {"samples_ns": one["samples_ns"], "samples_ts": one["samples_ts"]}
+        assert one == result_fields(result()) | {"samples_ns": one["samples_ns"], "samples_ts": one["samples_ts"]}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from k3 import kernels
 from k3.base.errors import ResumeError, UnsupportedError
-from k3.engine.definition.latent_cache import FORMS, narrowed
+from k3.engine.definition.latent_cache import FORMS, round_to_cache_type
 from k3.engine.definition.state_size import state_bytes
 from k3.engine.forward.mla import LatentAttention
 from k3.engine.forward.state import MlaState, State
@@ -36,7 +36,7 @@ def test_rounding_is_to_the_nearest(kind: LatentType, pattern: int) -> None:
     value = np.array([pattern], np.uint32).view(np.float32)
     finite = bool(np.isfinite(value[0]))
     try:
-        held = narrowed(value, FORMS[kind].dtype)
+        held = round_to_cache_type(value, FORMS[kind].dtype)
     except UnsupportedError:
         limit = 65520.0 if kind == "f16" else (2 - 2.0**-8) * 2.0**127
         assert finite
@@ -57,7 +57,7 @@ def test_rounding_is_to_the_nearest(kind: LatentType, pattern: int) -> None:
 @pytest.mark.parametrize(("kind", "value"), [("f16", 65520.0), ("f16", -1e5), ("bf16", 3.4e38)])
 def test_what_does_not_fit_is_refused(kind: LatentType, value: float) -> None:
     with pytest.raises(UnsupportedError, match="latent cache cannot hold"):
-        narrowed(np.array([[1, value]], np.float32), FORMS[kind].dtype)
+        round_to_cache_type(np.array([[1, value]], np.float32), FORMS[kind].dtype)
 
 
 @pytest.mark.parametrize("kind", NARROW)
@@ -71,7 +71,7 @@ def test_the_bound_of_a_narrow_cache(kind: LatentType, rows: int, spread: float,
         np.float32(spread) * rng.standard_normal((1, heads, w), np.float32) for w in (latent_width, rope_width)
     )
     plain = kernels.latent_attention(q, r, latent, rope, scale)[0].astype(np.float64)
-    held_latent, held_rope = (narrowed(a, FORMS[kind].dtype) for a in (latent, rope))
+    held_latent, held_rope = (round_to_cache_type(a, FORMS[kind].dtype) for a in (latent, rope))
     narrow = kernels.latent_attention(q, r, held_latent, held_rope, scale)[0].astype(np.float64)
     moved = u * scale * (np.abs(q[0]) @ np.abs(latent).T + np.abs(r[0]) @ np.abs(rope).T).max(1, keepdims=True)
     scores = scale * (q[0].astype(np.float64) @ latent.T + r[0] @ rope.T)

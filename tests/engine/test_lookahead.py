@@ -159,10 +159,10 @@ def test_a_record_keeps_shares(guesses: list[tuple[list[int], set[int]]]) -> Non
     for ranking, wanted in guesses:
         record.add(ranking, wanted)
         assert ((record.chances >= 0) & (record.chances <= 1)).all()
-        worth = record.worth(6)
+        worth = record.paying_places(6)
         assert (record.chances[worth:] < PAYING_CHANCE).all()
         assert worth == 0 or record.chances[worth - 1] >= PAYING_CHANCE
-        assert record.worth(3) <= 3
+        assert record.paying_places(3) <= 3
 
 
 def test_places_that_a_ranking_seldom_reaches_keep_what_is_known_of_them() -> None:

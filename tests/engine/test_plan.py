@@ -18,7 +18,7 @@ from k3.engine.definition.settings import ModelSettings
 from k3.engine.forward import weights
 from k3.engine.launch.memory_plan import DENSE_PARTS, MemoryPlan, plan_memory
 from k3.engine.launch.model_files import open_model_files
-from k3.engine.report.token_cost import forecast, used_experts
+from k3.engine.report.token_cost import forecast_pass, used_experts
 from k3.model.architecture import ModelConfig
 from k3.model.model_source import EncodedTensor, ModelSource
 from k3.model.tensor_names import expected_tensors, tensor_use
@@ -117,12 +117,14 @@ def test_a_container_needs_nothing_on_top_while_it_is_loaded(tmp_path: Path) -> 
 def test_a_forecast_counts_experts(tokens: int, data: st.DataObject) -> None:
     hit_share = data.draw(st.floats(0, 1))
     source = snapshot()
-    found = forecast(source, CONFIG, list(source.tensor_names()), hit_share=hit_share, tokens=tokens, position=100)
+    found = forecast_pass(
+        source, CONFIG, list(source.tensor_names()), hit_share=hit_share, tokens=tokens, position=100
+    )
     each = source.expert_layout(1).payload_bytes
     assert found.drive_bytes == pytest.approx((1 - hit_share) * found.experts * each)
     most = len(CONFIG.moe_layers) * min(CONFIG.moe.experts, tokens * CONFIG.moe.top_k)
     assert len(CONFIG.moe_layers) * CONFIG.moe.top_k <= round(found.experts, 9) <= most
-    one = forecast(source, CONFIG, list(source.tensor_names()), hit_share=0, tokens=1, position=100)
+    one = forecast_pass(source, CONFIG, list(source.tensor_names()), hit_share=0, tokens=1, position=100)
     assert one.experts == pytest.approx(len(CONFIG.moe_layers) * CONFIG.moe.top_k)
     assert one.drive_s(2e9) == pytest.approx(one.experts * each / 2e9)
     assert found.memory_bytes >= one.memory_bytes

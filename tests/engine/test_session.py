@@ -55,7 +55,7 @@ def test_a_session_that_met_an_error_is_over() -> None:
         session = Session(model, 24, 24)
         with pytest.raises(DriveError, match="layer 2, expert 7, offset 4096"):
             session.prefill(IDS)
-        with pytest.raises(ValueError, match="cannot go on"):
+        with pytest.raises(ValueError, match="cannot continue"):
             session.step(1)
         failures.clear()
         model.layers[2].mlp._source._failures.clear()  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from k3.engine.forward.model import Model
 from k3.engine.launch.loading import loading_weights
 from k3.engine.launch.memory_plan import plan_memory
 from k3.engine.launch.model_files import OpenedModel
-from k3.engine.report.token_cost import forecast
+from k3.engine.report.token_cost import forecast_pass
 from k3.model.architecture import ModelConfig
 from k3.model.model_source import ModelSource
 from k3.model.tensor_names import needed_names
@@ -145,7 +145,7 @@ def test_a_kind_that_the_engine_has_never_seen_runs() -> None:
         capacity=len(ids), chunk=9, every_logit=True,
     )  # fmt: skip
     plan.check()
-    assert forecast(other, opened.config, opened.names, hit_share=0, tokens=1, position=0).memory_bytes > 0
+    assert forecast_pass(other, opened.config, opened.names, hit_share=0, tokens=1, position=0).memory_bytes > 0
     with loading_weights(opened) as weights, contextlib.closing(FileSource(other, threads=2)) as experts:
         model = Model(other, opened.config, experts, ModelOptions(), weights)
         assert all_logits(model, ids, 9).tobytes() == wanted.tobytes()

@@ -157,7 +157,7 @@ def test_a_broken_session_saves_nothing(tmp_path: Path) -> None:
         with pytest.raises(DriveError):
             session.prefill(IDS[4:])
         assert session.broken
-        with pytest.raises(ValueError, match="cannot go on"):
+        with pytest.raises(ValueError, match="cannot continue"):
             session.save(path)
         assert path.read_bytes() == before
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from k3.engine.forward.state import KdaState, MlaState
-from k3.engine.report.bytes_per_pass import Traffic, chunks, parameter_count
+from k3.engine.report.bytes_per_pass import Traffic, chunk_sizes, parameter_count
 from k3.engine.run.session import Session
 from k3.model.architecture import ModelConfig
 from tests.support.engines import golden, loaded, snapshot
@@ -47,7 +47,7 @@ def test_layers_without_a_kind_of_attention_have_none_of_its_bytes() -> None:
 
 @pytest.mark.parametrize(("tokens", "chunk", "wanted"), [(5, 2, [2, 2, 1]), (4, 4, [4]), (1, 64, [1]), (0, 3, [])])
 def test_chunks(tokens: int, chunk: int, wanted: list[int]) -> None:
-    assert chunks(tokens, chunk) == wanted
+    assert chunk_sizes(tokens, chunk) == wanted
 
 
 def test_parameters_are_what_is_stored() -> None:

@@ -114,11 +114,11 @@ def test_refusals(tmp_path: Path) -> None:
     for options, code, words in [
         (("--store", tmp_path / "none"), 10, "no k3-store serves"),
         (("--store", tmp_path / "none", "--fallback", "file"), 10, "no k3-store serves"),
-        (("--store", "s", "--container", "c"), 2, "only with --fallback file"),
-        (("--store", "s", "--snapshot", "c"), 2, "name two models"),
+        (("--store", "s", "--container", "c"), 2, "add --fallback file"),
+        (("--store", "s", "--snapshot", "c"), 2, "give two models"),
         (("--store", "s", "--bits", "8"), 2, "when the container was made"),
-        (("--store", "s", "--expert-gb", "1"), 2, "the daemon's business"),
-        (("--container", "c", "--fallback", "file"), 2, "which daemon"),
+        (("--store", "s", "--expert-gb", "1"), 2, "--cache-gb on k3-store serve"),
+        (("--container", "c", "--fallback", "file"), 2, "--fallback needs --store"),
     ]:
         refused = CliRunner().invoke(main, ["--ids", IDS, "--ngen", "10", *map(str, options)])
         assert (refused.exit_code, words in refused.stderr) == (code, True), refused.stderr

@@ -424,7 +424,7 @@ def test_k3_run_takes_the_name_from_the_environment(tmp_path: Path) -> None:
 
 def test_k3_run_refuses_a_trace_of_nothing(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [*TINY, "--layers", "1", "--route-trace", str(tmp_path / "routes"), "Hello"])
-    assert (result.exit_code, "none of the layers" in result.stderr) == (2, True)
+    assert (result.exit_code, "no layer of this run" in result.stderr) == (2, True)
 
 
 def test_k3_run_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
