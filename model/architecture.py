@@ -104,12 +104,15 @@ _LAYERS = re.compile(r"^\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?$")
 
 @dataclass(frozen=True, slots=True)
 class KdaConfig:
-    """Kimi Delta Attention: heads of width `head_dim`, a causal convolution of `conv_taps` taps before it."""
+    """Kimi Delta Attention: heads of width `head_dim`, a causal convolution of `conv_taps` taps before it.
 
-    heads: int
-    head_dim: int
-    conv_taps: int
-    gate_lower_bound: float
+    Comments name the keys of `linear_attn_config` in config.json.
+    """
+
+    heads: int  # num_heads
+    head_dim: int  # head_dim
+    conv_taps: int  # short_conv_kernel_size
+    gate_lower_bound: float  # gate_lower_bound
 
     @property
     def width(self) -> int:
@@ -121,14 +124,16 @@ class KdaConfig:
 class MlaConfig:
     """Gated multi-head latent attention without positions; the "rope" columns exist but are not rotated.
 
-    `cache` is the type that a run holds latents in, which config.json says nothing about."""
+    Comments name the keys of config.json. It has none for `eps`, the epsilon of the latent norms, and `cache`, the
+    type that a run holds latents in.
+    """
 
-    heads: int
-    q_rank: int
-    latent: int
-    nope: int
-    rope: int
-    value: int
+    heads: int  # num_attention_heads
+    q_rank: int  # q_lora_rank
+    latent: int  # kv_lora_rank
+    nope: int  # qk_nope_head_dim
+    rope: int  # qk_rope_head_dim
+    value: int  # v_head_dim
     eps: float = MLA_LATENT_EPS
     cache: LatentType = "f32"
 
@@ -140,40 +145,43 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Stable LatentMoE: `experts` routed experts of width `latent` in and out, `inner` inside."""
+    """Stable LatentMoE: `experts` routed experts of width `latent` in and out, `inner` inside.
 
-    experts: int
-    top_k: int
-    latent: int
-    inner: int
-    shared_experts: int
-    renormalize: bool
-    scaling_factor: float
+    Comments name the keys of config.json.
+    """
+
+    experts: int  # num_experts
+    top_k: int  # num_experts_per_token
+    latent: int  # routed_expert_hidden_size
+    inner: int  # moe_intermediate_size
+    shared_experts: int  # num_shared_experts
+    renormalize: bool  # moe_renormalize
+    scaling_factor: float  # routed_scaling_factor
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything the forward pass needs to know besides the weights. Layers are 0-based.
+    """Everything that the forward pass needs besides the weights. Layers are 0-based.
 
-    `layers` are the layers that are run, a contiguous range; the whole model unless truncated.
+    Comments name the keys of config.json.
     """
 
-    vocab: int
-    hidden: int
-    layer_count: int
-    dense_inner: int
-    eps: float
-    situ_beta: float
-    situ_linear_beta: float
-    residual_block: int
+    vocab: int  # vocab_size
+    hidden: int  # hidden_size
+    layer_count: int  # num_hidden_layers
+    dense_inner: int  # intermediate_size
+    eps: float  # rms_norm_eps
+    situ_beta: float  # activation_situ_beta
+    situ_linear_beta: float  # activation_situ_linear_beta
+    residual_block: int  # attn_res_block_size
     kda: KdaConfig
     mla: MlaConfig
     moe: MoeConfig
-    kda_layers: frozenset[int]
-    moe_layers: frozenset[int]
-    max_positions: int
-    eos_ids: tuple[int, ...]
-    layers: range
+    kda_layers: frozenset[int]  # linear_attn_config.kda_layers, which counts from 1
+    moe_layers: frozenset[int]  # first_k_dense_replace, moe_layer_freq
+    max_positions: int  # max_position_embeddings
+    eos_ids: tuple[int, ...]  # eos_token_id
+    layers: range  # that are run: a contiguous range, the whole model unless truncated
     unknown_keys: tuple[str, ...] = ()
 
     @classmethod
