@@ -127,7 +127,7 @@ class ObjectText:
 
 
 def _members(text: str) -> list[str] | None:
-    """The keys of an object in the order of its text, or None when the text is no object."""
+    """Return the keys of an object in the order of its text, or None when the text is no object."""
     parsed = parsed_json(text)
     if parsed is None or not isinstance(parsed[0], dict):
         return None
@@ -137,7 +137,7 @@ def _members(text: str) -> list[str] | None:
 
 
 def _narrowed(types: Types, given_type: str) -> Types:
-    """The types of a schema that a tag's own type can mean; all of them when it can mean none."""
+    """Return the types of a schema that a tag's own type can mean; all of them when it can mean none."""
     if not types:
         return frozenset({given_type})
     numbers = frozenset({"integer", "number"})

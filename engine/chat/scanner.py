@@ -49,7 +49,7 @@ class MarkerScanner:
 
 
 def _begun_marker(text: str, at: int) -> int:
-    """The length of the longest end of `text[at:]` that is the beginning of a marker."""
+    """Return the length of the longest end of `text[at:]` that is the beginning of a marker."""
     for length in range(min(_LONGEST - 1, len(text) - at), 0, -1):
         if any(marker.startswith(text[len(text) - length :]) for marker in MARKERS):
             return length
