@@ -27,6 +27,26 @@ GENERATION_NAME = "generation_config.json"
 SPECIAL_COUNT = 256
 """Special ids after the ranks. The number is fixed by the model's code, not by any file."""
 
+SPECIAL_PLACES: dict[str, int] = {
+    "[BOS]": 0,
+    "[EOS]": 1,
+    "<|end_of_msg|>": 2,
+    "<|open|>": 3,
+    "<|close|>": 4,
+    "<|sep|>": 5,
+    "[start_header_id]": 6,
+    "[end_header_id]": 7,
+    "[EOT]": 9,
+    "<|media_begin|>": 18,
+    "<|media_content|>": 19,
+    "<|media_end|>": 20,
+    "<|media_pad|>": 21,
+    "<osagent_mode>": 65,
+    "[UNK]": 254,
+    "[PAD]": 255,
+}
+"""Special tokens that have a name, and their places counted from the first special id."""
+
 _ID_DIGITS_MAX = 12
 _REFETCH = "Fetch the file again"
 

@@ -16,6 +16,7 @@ import click
 
 import k3.engine.cli
 import k3.repack.cli
+import k3.serve.cli
 import k3.store.cli
 import k3.verify.cli
 from k3.engine.report.bench_command import bench
@@ -26,6 +27,7 @@ PROGRAMS: dict[str, click.Command] = {
     "k3-verify": k3.verify.cli.main,
     "k3-store": k3.store.cli.main,
     "k3-run": k3.engine.cli.main,
+    "k3-chat": k3.serve.cli.main,
     "k3-run bench": bench,
 }
 

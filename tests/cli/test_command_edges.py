@@ -19,6 +19,7 @@ from k3.base.option_types import DirectoryList, Real, SizeType, Whole
 from k3.engine.cli import main as run
 from k3.engine.report.bench_command import bench
 from k3.repack.cli import main as repack
+from k3.serve.cli import main as chat
 from k3.store.cli import main as store
 from k3.verify.cli import main as verify
 from tests.support.zygote import BROKEN_PIPE, Ended, Zygote
@@ -38,6 +39,8 @@ COMMANDS: dict[tuple[str, ...], tuple[click.Command, list[str]]] = {
     ("k3-store", "ps"): (SUBCOMMANDS["ps"], ["--socket", "/no/such/socket"]),
     ("k3-store", "bench"): (SUBCOMMANDS["bench"], ["--dirs", NOWHERE, "--no-daemon"]),
     ("k3-store", "warm"): (SUBCOMMANDS["warm"], ["--socket", "/no/such/socket"]),
+    ("k3-chat", "render"): (chat.commands["render"], [NOWHERE, "--vocabulary", NOWHERE]),
+    ("k3-chat", "parse"): (chat.commands["parse"], [NOWHERE]),
     ("k3-store", "simulate"): (SUBCOMMANDS["simulate"], ["--trace", NOWHERE]),
 }  # fmt: skip
 NAMES = {name: " ".join(name) for name in COMMANDS}

@@ -89,7 +89,13 @@ def completed(words: str) -> list[str]:
     """Return what a shell would offer at the end of a command line."""
     program = words.split(" ")[0]
     variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
-    module = {"k3-run": "engine", "k3-store": "store", "k3-repack": "repack", "k3-verify": "verify"}[program]
+    module = {
+        "k3-run": "engine",
+        "k3-store": "store",
+        "k3-repack": "repack",
+        "k3-verify": "verify",
+        "k3-chat": "serve",
+    }[program]
     code = f"import sys; sys.argv[0] = {program!r}; from k3.{module}.cli import main; main()"
     environment = {
         **os.environ, variable: "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")),

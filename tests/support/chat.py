@@ -11,24 +11,17 @@ from typing import Any
 from k3.engine.chat.completion import Completion
 from k3.engine.chat.request import ChatRequest
 from k3.engine.definition.tokenizer import Tokenizer
-from k3.model.vocabulary import Vocabulary, complete_names, parse_ranks
+from k3.model.vocabulary import SPECIAL_PLACES, Vocabulary, complete_names, parse_ranks
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 GOLDEN: dict[str, Any] = json.loads((VECTORS / "chat_golden.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = GOLDEN["cases"]
 COMPLETIONS: list[dict[str, Any]] = GOLDEN["completions"]
 
-SPECIALS = {
-    0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>",
-    6: "[start_header_id]", 7: "[end_header_id]", 9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>",
-    20: "<|media_end|>", 21: "<|media_pad|>", 65: "<osagent_mode>", 254: "[UNK]", 255: "[PAD]",
-}  # fmt: skip
-"""The published special tokens, counted from the first special id."""
-
 
 def tokenizer_of(ranks: dict[bytes, int]) -> Tokenizer:
     """A tokenizer of these ranks with the published special tokens behind them."""
-    names = {len(ranks) + place: name for place, name in SPECIALS.items()}
+    names = {len(ranks) + place: name for name, place in SPECIAL_PLACES.items()}
     return Tokenizer(Vocabulary(ranks, complete_names(names, len(ranks)), frozenset()))
 
 

@@ -173,20 +173,22 @@ def _import_everything() -> dict[str, Any]:
     import k3.engine
     import k3.kernels
     import k3.repack
+    import k3.serve
     import k3.store
     import k3.verify
 
-    for package in (k3.container, k3.engine, k3.kernels, k3.repack, k3.store, k3.verify):
+    for package in (k3.container, k3.engine, k3.kernels, k3.repack, k3.serve, k3.store, k3.verify):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
     import tqdm  # noqa: F401 - imported with the first bar
 
     from k3.engine.cli import main as run
     from k3.repack.cli import main as repack
+    from k3.serve.cli import main as chat
     from k3.store.cli import main as store
     from k3.verify.cli import main as verify
 
-    return {"k3-run": run, "k3-repack": repack, "k3-store": store, "k3-verify": verify}
+    return {"k3-run": run, "k3-repack": repack, "k3-store": store, "k3-verify": verify, "k3-chat": chat}
 
 
 def _become(order: dict[str, Any], mains: Mapping[str, Any], shim: _Shim, arm: Callable[[int], None]) -> None:

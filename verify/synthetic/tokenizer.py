@@ -10,27 +10,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from k3.model.vocabulary import SPECIAL_PLACES
 from k3.verify.synthetic.shape import SyntheticModel
-
-SPECIAL_PLACES: dict[str, int] = {
-    "[BOS]": 0,
-    "[EOS]": 1,
-    "<|end_of_msg|>": 2,
-    "<|open|>": 3,
-    "<|close|>": 4,
-    "<|sep|>": 5,
-    "[start_header_id]": 6,
-    "[end_header_id]": 7,
-    "[EOT]": 9,
-    "<|media_begin|>": 18,
-    "<|media_content|>": 19,
-    "<|media_end|>": 20,
-    "<|media_pad|>": 21,
-    "<osagent_mode>": 65,
-    "[UNK]": 254,
-    "[PAD]": 255,
-}
-"""Special tokens that have a name, and their places counted from the first special id."""
 
 _KEPT_IN_TEXT = ("<|open|>", "<|close|>", "<|sep|>")
 _ROLES = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
