@@ -133,7 +133,7 @@ class _Display(Watcher):
     show_envvar=True,
     envvar="K3_BITS",
     show_default=True,
-    help="Bits of matrices.",
+    help="Bits of all other matrices.",
 )
 @click.option(
     "--mla-bits",
@@ -142,7 +142,7 @@ class _Display(Watcher):
     show_envvar=True,
     envvar="K3_MLA_BITS",
     show_default=True,
-    help="… of MLA.",
+    help="Bits of MLA matrices.",
 )
 @click.option(
     "--head-bits",
@@ -151,7 +151,7 @@ class _Display(Watcher):
     show_envvar=True,
     envvar="K3_HEAD_BITS",
     show_default=True,
-    help="… of lm_head.",
+    help="Bits of lm_head.",
 )
 @click.option("--in-place", is_flag=True, help="Write the dense blob only; experts stay in the snapshot.")
 @click.option("--layers", type=_Layers(), help="Only these decoder layers.")
@@ -351,7 +351,7 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
     else:
         _print_plan_text(plan, directories, needs, assumed)
         if expected.seconds is None:
-            echo("time: too little to measure; seconds")
+            echo("time: under a minute (too few bytes to measure a rate)")
         else:
             echo(
                 f"time: about {_duration(expected.seconds)} at {expected.read_gb_per_s:.2f} GB/s measured on the "
@@ -376,7 +376,7 @@ def _print_plan_text(plan: Plan, directories: dict[int, Path], needs: list[Drive
         free = "room unknown" if need.free_bytes is None else f"{need.free_bytes:,} free: {fits}"
         echo(
             f"drive of {', '.join(need.directories)}: {need.write_bytes:,} bytes to hold "
-            f"({need.present_bytes:,} there already), {need.extra_bytes:,} besides, "
+            f"({need.present_bytes:,} there already), {need.extra_bytes:,} for catalog, journal and scratch, "
             f"{free}"
         )
     if assumed:

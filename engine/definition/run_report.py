@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Report:
-    """Counts and times of one run, filled in while it runs. `decode_s` covers the passes behind the prompt."""
+    """Counts and times of one run, filled in while it runs. `decode_s` covers the passes after the prompt."""
 
     resumed_tokens: int = 0  # taken in by the saved state that the run continues
     prompt_tokens: int = 0  # taken in by this run
@@ -48,9 +48,8 @@ class Report:
 
     def line(self) -> str:
         """Return the report as one line of text."""
-        decode = (
-            f"{self.decode_per_s:.2f}" if self.decode_passes else "-"
-        )  # the first token comes out of the prefill
+        # A run of one token makes no pass of decoding: the prefill gives the first token.
+        decode = f"{self.decode_per_s:.2f}" if self.decode_passes else "-"
         resumed = f"resumed {self.resumed_tokens} tokens | " if self.resumed_tokens else ""
         ahead = f"prefetched {self.prefetched}, {self.prefetch_hits} used | " if self.prefetched else ""
         return (

@@ -72,7 +72,7 @@ def _vectors(weights: Weights, name: str, config: ModelConfig) -> Deferred[kerne
 
 
 def _unpadded(values: Array, heads: int, name: str) -> Array:
-    """Return the first `heads` values. SourceError unless all values behind them are zero."""
+    """Return the first `heads` values. SourceError unless all values after them are zero."""
     if values[heads:].any():
         raise SourceError(
             f"{len(values)} values for {heads} heads, and those beyond the heads are not zero", tensor=name

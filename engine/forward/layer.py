@@ -1,4 +1,4 @@
-"""One decoder layer: attention and MLP, each behind a residual mixture and a norm."""
+"""One decoder layer: attention and MLP, each after a residual mixture and a norm."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class HitRecord:
     def paying_places(self, places: int) -> int:
         """Return the number of places, of the first `places`, that pay to be prefetched.
 
-        Chances fall along a ranking: places behind the last that pays are left out, and a place before it that
+        Chances fall along a ranking: places after the last that pays are left out, and a place before it that
         does not pay, by accident, is kept.
         """
         paying = np.flatnonzero(self.chances[:places] >= PAYING_CHANCE)
@@ -89,13 +89,13 @@ class LookAhead(PassObserver):
         self._predict_from(layer.index, 0, blocks, stream)
 
     def before_mlp(self, layer: Layer, blocks: Sequence[Array], stream: Array) -> None:
-        """Predict the router behind a dense layer. A layer with experts requests its own first."""
+        """Predict the router after a dense layer. A layer with experts requests its own first."""
         self._at = blocks, stream
         if not layer.has_experts:
             self._predict_from(layer.index, 1, blocks, stream)
 
     def experts_requested(self, layer: Layer, routing: Routing) -> None:
-        """Compare predictions with the request, and predict the router behind this layer."""
+        """Compare predictions with the request, and predict the router after this layer."""
         self.requested(layer.index, routing.wanted())
         assert self._at is not None
         self._predict_from(layer.index, 1, *self._at)

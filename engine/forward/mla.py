@@ -2,7 +2,7 @@
 
 The cache holds two things of a token: its normalised latent c, and the "rope" columns r that all heads share
 (never rotated in this model). Keys and values are never expanded. Instead the key half of kv_b is applied to the
-query, and the value half behind the softmax:
+query, and the value half after the softmax:
 
     score = (Wk_h^T q_nope) . c + q_rope . r          out_h = Wv_h (sum of softmax(score) c)
 

@@ -57,7 +57,7 @@ class Router:
 
     `keep_share` p < 1 prunes: of a token's experts only the smallest set of the heaviest is used whose weights
     make up p of their total (ties: lowest id). The others keep their weights, which is as good as rescaling them,
-    since the norm behind the sum cancels any common factor.
+    since the norm after the sum cancels any common factor.
     """
 
     def __init__(self, weights: Weights, name: str, layer: int, moe: MoeConfig, keep_share: float) -> None:

@@ -1,4 +1,4 @@
-"""Dense weights that load in the background behind a progress bar.
+"""Dense weights that load in the background, with a progress bar.
 
 Nothing here imports NumPy or the kernels: the first read begins before either is in memory.
 """
@@ -28,7 +28,7 @@ def check_dense_fits(opened: OpenedModel, settings: ModelSettings, limit: Limit)
 
 @contextlib.contextmanager
 def loading_weights(opened: OpenedModel, *, as_json: bool = False) -> Iterator[TensorLoad]:
-    """Load the model's dense weights in the background, behind a progress bar, until the end of the block."""
+    """Load the model's dense weights in the background, with a progress bar, until the end of the block."""
     sizes = {name: opened.source.dense(name).resident_bytes for name in opened.names}
     with contextlib.ExitStack() as display:  # closed when reading ends, or with the block if that is earlier
         bar = Progress("loading", sum(sizes.values()), as_json=as_json)

@@ -1,6 +1,6 @@
 """The least bytes that a pass must move, and the size of a model. Pure; any thread.
 
-A pass that takes in S tokens behind `position` earlier ones is counted as:
+A pass that takes in S tokens after `position` earlier ones is counted as:
 
 * every dense weight that is multiplied, once, with its scales, norms and biases; of the embeddings S rows;
 * every expert that at least one token uses, once, as it lies on disk;
@@ -31,7 +31,7 @@ class Traffic:
     expert_bytes: int  # bytes of one expert
 
     def pass_bytes(self, tokens: int, position: int, experts: int) -> int:
-        """Return the least bytes of a pass over `tokens` behind `position`.
+        """Return the least bytes of a pass over `tokens` after `position`.
 
         `experts` is the number of different experts that its tokens use, over all layers.
         """

@@ -5,7 +5,7 @@ layer's e experts holds c / e of those requested. Routers are trained to be flat
 does better, a cache that is still filling does worse.
 
 Seconds are a lower bound: they count the bytes that must come from the drives and those that must come from
-memory (`bytes_per_pass`), each at its rate, with the faster of the two hidden behind the slower. Arithmetic is
+memory (`bytes_per_pass`), each at its rate, with the faster of the two hidden by the slower. Arithmetic is
 not counted.
 """
 
@@ -22,7 +22,7 @@ from k3.model.tensor_names import tensor_use
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The bytes of a pass that takes in `tokens` behind `position` others."""
+    """The bytes of a pass that takes in `tokens` after `position` others."""
 
     tokens: int
     position: int

@@ -1,6 +1,6 @@
 """The file of --logits: raw little-endian float32, one row of the vocabulary per position.
 
-Row i holds the logits behind token i of prompt and generation, so that a run on both together writes the same
+Row i holds the logits after token i of prompt and generation, so that a run on both together writes the same
 file. The file appears under its name only when the run has ended well. One thread.
 """
 

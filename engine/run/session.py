@@ -49,7 +49,7 @@ class Session:
 
     @property
     def logits(self) -> Array | None:
-        """The logits [vocab] behind the last token; None before the first."""
+        """The logits [vocab] after the last token; None before the first."""
         return self._logits
 
     @property
@@ -63,7 +63,7 @@ class Session:
         return self._state
 
     def prefill(self, ids: Sequence[int], on_logits: Callable[[Array], None] | None = None) -> Array:
-        """Take in `ids`, at least one, and return the logits [vocab] behind the last.
+        """Take in `ids`, at least one, and return the logits [vocab] after the last.
 
         With `on_logits` every position's logits are computed and passed on, chunk by chunk, [S, vocab].
         ValueError for ids outside the vocabulary, UnsupportedError when they do not fit.
@@ -83,7 +83,7 @@ class Session:
         return last
 
     def step(self, token: int) -> Array:
-        """Take in one token and return the logits [vocab] behind it. Errors as in `prefill`."""
+        """Take in one token and return the logits [vocab] after it. Errors as in `prefill`."""
         return self.prefill([token])
 
     def save(self, path: Path, *, later: Sequence[int] = (), prompt: PromptForm = "ids") -> None:

@@ -185,7 +185,7 @@ def write_state(
     logits: npt.NDArray[np.float32],
     prompt: PromptForm,
 ) -> None:
-    """Write the state after the first `state.position` of `tokens`, with the `logits` [vocab] behind them.
+    """Write the state after the first `state.position` of `tokens`, with the `logits` [vocab] after them.
 
     The file appears, or replaces an earlier one, when all of it is durable. DriveError, SpaceError.
     """
@@ -236,7 +236,7 @@ class SavedState:
             raise
 
     def restore(self, state: State) -> npt.NDArray[np.float32]:
-        """Fill `state`, which has room for it, and return the logits [vocab] behind the last token taken in.
+        """Fill `state`, which has room for it, and return the logits [vocab] after the last token taken in.
 
         After an error `state` must not be used. DamageError, DriveError.
         """

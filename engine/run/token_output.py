@@ -42,7 +42,7 @@ class TextOutput:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
-        """Begin behind the tokens `before`, whose last may end inside a character."""
+        """Begin after the tokens `before`, whose last may end inside a character."""
         self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._begun = False
         self._mid_line = False
@@ -99,7 +99,7 @@ class JsonOutput:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
-        """Begin behind the tokens `before`, as `TextOutput` does."""
+        """Begin after the tokens `before`, as `TextOutput` does."""
         self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, before)
         self._pieces: list[str] = []
         self._count = 0
@@ -131,7 +131,7 @@ class JsonOutput:
 
 
 def _detokenizer(tokenizer: Tokenizer, before: Sequence[int]) -> Detokenizer:
-    """Return a detokenizer that continues behind the tokens `before`."""
+    """Return a detokenizer that continues after the tokens `before`."""
     detokenizer = Detokenizer(tokenizer)
     for token in before:
         detokenizer.push(token)
