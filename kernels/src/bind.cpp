@@ -15,8 +15,7 @@ nb::tuple names() {
 }
 
 void choose_variant(const std::string& name) {
-    if (!set_variant(name.c_str()))
-        throw nb::value_error(("this CPU or build has no variant " + name).c_str());
+    if (!set_variant(name.c_str())) throw nb::value_error(("this CPU or build has no variant " + name).c_str());
 }
 
 void choose_threads(int n) {

@@ -48,8 +48,7 @@ void require(const Array& array, const char* name, std::initializer_list<int64_t
     }
     if (fits) return;
     for (size_t i = 0; i < array.ndim(); ++i) have += (i ? ", " : "") + std::to_string(array.shape(i));
-    throw nb::value_error(
-        (std::string(name) + " must have shape [" + wanted + "], not [" + have + "]").c_str());
+    throw nb::value_error((std::string(name) + " must have shape [" + wanted + "], not [" + have + "]").c_str());
 }
 
 // A weight matrix from its arrays, checked against the encoding's rules. `data` keeps its arrays alive by

@@ -14,10 +14,9 @@ int64_t extent(const Array& a, size_t axis) {
 }
 
 void bind_kda_heads(const In<float>& q, const In<float>& k, const In<float>& v, const In<float>& f,
-                    const In<float>& b, const In<float>& g, const Out<float>& windows,
-                    const Out<float>& memory, const In<float>& conv, const In<float>& a_log,
-                    const In<float>& dt_bias, const In<float>& norm, float lower_bound, float l2_eps,
-                    float query_scale, float norm_eps, const Out<float>& out) {
+                    const In<float>& b, const In<float>& g, const Out<float>& windows, const Out<float>& memory,
+                    const In<float>& conv, const In<float>& a_log, const In<float>& dt_bias, const In<float>& norm,
+                    float lower_bound, float l2_eps, float query_scale, float norm_eps, const Out<float>& out) {
     require(memory, "memory", {-1, -1, -1});
     const int64_t heads = extent(memory, 0), dim = extent(memory, 1), width = heads * dim;
     require(memory, "memory", {heads, dim, dim});
@@ -35,35 +34,18 @@ void bind_kda_heads(const In<float>& q, const In<float>& k, const In<float>& v, 
     require(norm, "norm", {dim});
     require(out, "out", {tokens, width});
     unlocked([&] {
-        kda_heads({q.data(),
-                   k.data(),
-                   v.data(),
-                   f.data(),
-                   b.data(),
-                   g.data(),
-                   conv.data(),
-                   a_log.data(),
-                   dt_bias.data(),
-                   norm.data(),
-                   windows.data(),
-                   memory.data(),
-                   out.data(),
-                   lower_bound,
-                   l2_eps,
-                   query_scale,
-                   norm_eps,
-                   tokens,
-                   heads,
-                   dim,
-                   taps});
+        kda_heads(
+            {q.data(),     k.data(),       v.data(),    f.data(),       b.data(),      g.data(),   conv.data(),
+             a_log.data(), dt_bias.data(), norm.data(), windows.data(), memory.data(), out.data(), lower_bound,
+             l2_eps,       query_scale,    norm_eps,    tokens,         heads,         dim,        taps});
     });
 }
 
 CacheType cache_type(const AnyIn& cache, const char* name) {
     require(cache, name, {-1, -1});
-    if (cache.dtype() == nb::dtype<float>()) return CacheType::F32;
-    if (cache.dtype() == nb::dtype<uint16_t>()) return CacheType::BF16;
-    if (is_half(cache)) return CacheType::F16;
+    if (cache.dtype() == nb::dtype<float>()) return CacheType::f32;
+    if (cache.dtype() == nb::dtype<uint16_t>()) return CacheType::bf16;
+    if (is_half(cache)) return CacheType::f16;
     throw nb::type_error(
         (std::string(name) + " must be float32, float16 or uint16 (bfloat16 bit patterns)").c_str());
 }
@@ -72,16 +54,15 @@ void bind_latent_attention(const In<float>& q_latent, const In<float>& q_rope, c
                            const AnyIn& rope, float scale, const Out<float>& out) {
     const CacheType type = cache_type(latent, "latent");
     if (cache_type(rope, "rope") != type) throw nb::type_error("latent and rope caches differ in type");
-    const LatentCache cache = {
-        type, latent.data(), rope.data(), extent(latent, 0), extent(latent, 1), extent(rope, 1)};
+    const LatentCache cache = {type,           latent.data(), rope.data(), extent(latent, 0), extent(latent, 1),
+                               extent(rope, 1)};
     require(q_latent, "q_latent", {-1, -1, cache.latent_width});
     const int64_t tokens = extent(q_latent, 0), heads = extent(q_latent, 1);
     require(q_rope, "q_rope", {tokens, heads, cache.rope_width});
     require(out, "out", {tokens, heads, cache.latent_width});
     if (extent(rope, 0) != cache.rows) throw nb::value_error("latent and rope caches differ in length");
     if (cache.rows < tokens) throw nb::value_error("the caches must hold the queries' own positions");
-    unlocked(
-        [&] { latent_attention(q_latent.data(), q_rope.data(), tokens, heads, cache, scale, out.data()); });
+    unlocked([&] { latent_attention(q_latent.data(), q_rope.data(), tokens, heads, cache, scale, out.data()); });
 }
 
 void bind_absorb_query(const In<float>& q, const std::string& encoding, const AnyIn& data,
@@ -109,20 +90,18 @@ void bind_expand_value(const In<float>& x, const std::string& encoding, const An
 
 void bind_layers(nb::module_& m) {
     m.def("kda_heads", &bind_kda_heads, nb::arg("q").noconvert(), nb::arg("k").noconvert(),
-          nb::arg("v").noconvert(), nb::arg("f").noconvert(), nb::arg("b").noconvert(),
-          nb::arg("g").noconvert(), nb::arg("windows").noconvert(), nb::arg("memory").noconvert(),
-          nb::arg("conv").noconvert(), nb::arg("a_log").noconvert(), nb::arg("dt_bias").noconvert(),
-          nb::arg("norm").noconvert(), nb::arg("lower_bound"), nb::arg("l2_eps"), nb::arg("query_scale"),
-          nb::arg("norm_eps"), nb::arg("out").noconvert());
+          nb::arg("v").noconvert(), nb::arg("f").noconvert(), nb::arg("b").noconvert(), nb::arg("g").noconvert(),
+          nb::arg("windows").noconvert(), nb::arg("memory").noconvert(), nb::arg("conv").noconvert(),
+          nb::arg("a_log").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(),
+          nb::arg("lower_bound"), nb::arg("l2_eps"), nb::arg("query_scale"), nb::arg("norm_eps"),
+          nb::arg("out").noconvert());
     m.def("latent_attention", &bind_latent_attention, nb::arg("q_latent").noconvert(),
           nb::arg("q_rope").noconvert(), nb::arg("latent").noconvert(), nb::arg("rope").noconvert(),
           nb::arg("scale"), nb::arg("out").noconvert());
     m.def("absorb_query", &bind_absorb_query, nb::arg("q").noconvert(), nb::arg("encoding"),
-          nb::arg("data").noconvert(), nb::arg("scales").none(), nb::arg("value_dim"),
-          nb::arg("out").noconvert());
+          nb::arg("data").noconvert(), nb::arg("scales").none(), nb::arg("value_dim"), nb::arg("out").noconvert());
     m.def("expand_value", &bind_expand_value, nb::arg("x").noconvert(), nb::arg("encoding"),
-          nb::arg("data").noconvert(), nb::arg("scales").none(), nb::arg("key_dim"),
-          nb::arg("out").noconvert());
+          nb::arg("data").noconvert(), nb::arg("scales").none(), nb::arg("key_dim"), nb::arg("out").noconvert());
 }
 
 }  // namespace k3

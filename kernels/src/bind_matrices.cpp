@@ -22,9 +22,9 @@ const T* typed(const AnyIn& array, const char* name) {
 Rows rows_of(const AnyIn& w) {
     require(w, "w", {-1, -1});
     const int64_t columns = static_cast<int64_t>(w.shape(1));
-    if (w.dtype() == nb::dtype<uint16_t>()) return {Encoding::BF16, columns, w.data()};
-    if (is_half(w)) return {Encoding::F16, columns, w.data()};
-    if (w.dtype() == nb::dtype<float>()) return {Encoding::F32, columns, w.data()};
+    if (w.dtype() == nb::dtype<uint16_t>()) return {Encoding::bf16, columns, w.data()};
+    if (is_half(w)) return {Encoding::f16, columns, w.data()};
+    if (w.dtype() == nb::dtype<float>()) return {Encoding::f32, columns, w.data()};
     throw nb::type_error("w must be uint16 (bfloat16 bit patterns), float16 or float32");
 }
 
@@ -58,11 +58,11 @@ nb::object bind_quantize_int4(const AnyIn& w, const Out<uint8_t>& q, const Out<f
 int64_t bind_decode(const std::string& encoding, const AnyIn& data, const nb::object& scales,
                     const Out<float>& out) {
     require(out, "out", {-1, -1});
-    const Matrix w = matrix_of(encoding, static_cast<int64_t>(out.shape(0)),
-                               static_cast<int64_t>(out.shape(1)), data, scales);
+    const Matrix w =
+        matrix_of(encoding, static_cast<int64_t>(out.shape(0)), static_cast<int64_t>(out.shape(1)), data, scales);
     return unlocked([&] {
         const int64_t reserved =
-            w.encoding == Encoding::MXFP4 ? find_reserved(w.exponents, w.rows * (w.columns / kMxGroup)) : -1;
+            w.encoding == Encoding::mxfp4 ? find_reserved(w.exponents, w.rows * (w.columns / kMxGroup)) : -1;
         if (reserved < 0) decode(w, out.data());
         return reserved;
     });
@@ -75,9 +75,8 @@ nb::object bind_matmul(const In<float>& x, const std::string& encoding, const An
     const int64_t rows = static_cast<int64_t>(x.shape(0)), columns = static_cast<int64_t>(x.shape(1));
     require(y, "y", {rows, -1});
     const Matrix w = matrix_of(encoding, static_cast<int64_t>(y.shape(1)), columns, data, scales);
-    if (w.encoding == Encoding::MXFP4)
-        throw nb::value_error("MXFP4 matrices are multiplied by expert_forward");
-    const bool integers = !exact && (w.encoding == Encoding::INT8 || w.encoding == Encoding::INT4);
+    if (w.encoding == Encoding::mxfp4) throw nb::value_error("MXFP4 matrices are multiplied by expert_forward");
+    const bool integers = !exact && (w.encoding == Encoding::int8 || w.encoding == Encoding::int4);
     return place_of(unlocked([&] {
         if (!integers) {
             matmul_exact(x.data(), rows, w, y.data());
@@ -132,24 +131,24 @@ Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, con
     };
     if (encoding == "bf16") {
         require(data, "data", {rows, columns});
-        return {Encoding::BF16, rows, columns, typed<uint16_t>(data, "data"), nullptr, nullptr};
+        return {Encoding::bf16, rows, columns, typed<uint16_t>(data, "data"), nullptr, nullptr};
     }
     if (encoding == "f16") {
         require(data, "data", {rows, columns});
         if (!is_half(data)) throw nb::type_error("data has the wrong dtype");
-        return {Encoding::F16, rows, columns, data.data(), nullptr, nullptr};
+        return {Encoding::f16, rows, columns, data.data(), nullptr, nullptr};
     }
     if (encoding == "f32") {
         require(data, "data", {rows, columns});
-        return {Encoding::F32, rows, columns, typed<float>(data, "data"), nullptr, nullptr};
+        return {Encoding::f32, rows, columns, typed<float>(data, "data"), nullptr, nullptr};
     }
     if (encoding == "int8") {
         require(data, "data", {rows, columns});
-        return {Encoding::INT8, rows, columns, typed<uint8_t>(data, "data"), floats({rows}), nullptr};
+        return {Encoding::int8, rows, columns, typed<uint8_t>(data, "data"), floats({rows}), nullptr};
     }
     if (encoding == "int4") {
         require(data, "data", {rows, ceil_div(columns, 2)});
-        return {Encoding::INT4,
+        return {Encoding::int4,
                 rows,
                 columns,
                 typed<uint8_t>(data, "data"),
@@ -161,7 +160,7 @@ Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, con
         require(data, "data", {rows, columns / 2});
         const auto array = nb::cast<In<uint8_t>>(scales);
         require(array, "scales", {rows, columns / kMxGroup});
-        return {Encoding::MXFP4, rows, columns, typed<uint8_t>(data, "data"), nullptr, array.data()};
+        return {Encoding::mxfp4, rows, columns, typed<uint8_t>(data, "data"), nullptr, array.data()};
     }
     throw nb::value_error(("unknown encoding " + encoding).c_str());
 }

@@ -34,10 +34,10 @@ void bind_softmax(const In<float>& x, const Out<float>& y) {
 void bind_elementwise(const std::string& name, const In<float>& x, const Out<float>& y) {
     require(x, "x", {-1});
     require(y, "y", {extent(x, 0)});
-    static const std::array<std::pair<const char*, Function>, 4> functions = {{{"exp", Function::EXP},
-                                                                               {"tanh", Function::TANH},
-                                                                               {"sigmoid", Function::SIGMOID},
-                                                                               {"silu", Function::SILU}}};
+    static const std::array<std::pair<const char*, Function>, 4> functions = {{{"exp", Function::exp},
+                                                                               {"tanh", Function::tanh},
+                                                                               {"sigmoid", Function::sigmoid},
+                                                                               {"silu", Function::silu}}};
     for (const auto& known : functions) {
         if (name == known.first)
             return unlocked([&] { elementwise(known.second, x.data(), extent(x, 0), y.data()); });
@@ -45,8 +45,7 @@ void bind_elementwise(const std::string& name, const In<float>& x, const Out<flo
     throw nb::value_error(("no function " + name).c_str());
 }
 
-void bind_situ(const In<float>& gate, const In<float>& up, float beta, float linear_beta,
-               const Out<float>& y) {
+void bind_situ(const In<float>& gate, const In<float>& up, float beta, float linear_beta, const Out<float>& y) {
     require(gate, "gate", {-1});
     require(up, "up", {extent(gate, 0)});
     require(y, "y", {extent(gate, 0)});
@@ -65,8 +64,7 @@ int64_t bind_top_k(const In<float>& choice, const Out<int64_t>& ids) {
     require(ids, "ids", {extent(choice, 0), -1});
     const int64_t k = static_cast<int64_t>(ids.shape(1));
     if (k < 1 || k > extent(choice, 1)) throw nb::value_error("k must be from 1 to the number of columns");
-    return unlocked(
-        [&] { return top_k(choice.data(), extent(choice, 0), extent(choice, 1), k, ids.data()); });
+    return unlocked([&] { return top_k(choice.data(), extent(choice, 0), extent(choice, 1), k, ids.data()); });
 }
 
 void bind_residual_mix(const std::vector<In<float>>& entries, const In<float>& weight, float eps,
@@ -97,13 +95,12 @@ Matrix part_of(const In<uint8_t>& payload, const Part& part, const char* name) {
                        packed >= 0 && packed <= size - rows * (columns / 2) && scale >= 0 &&
                        scale <= size - rows * (columns / kMxGroup);
     if (!sound) throw nb::value_error((std::string(name) + " does not lie inside the payload").c_str());
-    return {Encoding::MXFP4, rows, columns, payload.data() + packed, nullptr, payload.data() + scale};
+    return {Encoding::mxfp4, rows, columns, payload.data() + packed, nullptr, payload.data() + scale};
 }
 
 // None; ("w1" | "w2" | "w3", row, group) of a reserved scale byte; ("input" | "hidden", row, column, value).
 nb::object bind_expert_forward(const In<float>& z, const In<uint8_t>& payload, const Part& w1, const Part& w2,
-                               const Part& w3, float beta, float linear_beta, bool exact,
-                               const Out<float>& y) {
+                               const Part& w3, float beta, float linear_beta, bool exact, const Out<float>& y) {
     require(payload, "payload", {-1});
     const Expert expert = {part_of(payload, w1, "w1"), part_of(payload, w2, "w2"), part_of(payload, w3, "w3"),
                            beta, linear_beta};
@@ -118,12 +115,12 @@ nb::object bind_expert_forward(const In<float>& z, const In<uint8_t>& payload, c
         unlocked([&] { return expert_forward(z.data(), rows, expert, exact, y.data()); });
     const NonFinite& place = refusal.place;
     switch (refusal.what) {
-        case Refused::NOTHING: break;
-        case Refused::INPUT: return nb::make_tuple("input", place.row, place.column, place.value);
-        case Refused::HIDDEN: return nb::make_tuple("hidden", place.row, place.column, place.value);
-        case Refused::W1: return nb::make_tuple("w1", place.row, place.column);
-        case Refused::W2: return nb::make_tuple("w2", place.row, place.column);
-        case Refused::W3: return nb::make_tuple("w3", place.row, place.column);
+        case Refused::nothing: break;
+        case Refused::input: return nb::make_tuple("input", place.row, place.column, place.value);
+        case Refused::hidden: return nb::make_tuple("hidden", place.row, place.column, place.value);
+        case Refused::w1: return nb::make_tuple("w1", place.row, place.column);
+        case Refused::w2: return nb::make_tuple("w2", place.row, place.column);
+        case Refused::w3: return nb::make_tuple("w3", place.row, place.column);
     }
     return nb::none();
 }
@@ -134,18 +131,16 @@ void bind_rowops(nb::module_& m) {
     m.def("rms_norm", &bind_rms_norm, nb::arg("x").noconvert(), nb::arg("w").noconvert(), nb::arg("eps"),
           nb::arg("y").noconvert());
     m.def("softmax", &bind_softmax, nb::arg("x").noconvert(), nb::arg("y").noconvert());
-    m.def("elementwise", &bind_elementwise, nb::arg("name"), nb::arg("x").noconvert(),
-          nb::arg("y").noconvert());
+    m.def("elementwise", &bind_elementwise, nb::arg("name"), nb::arg("x").noconvert(), nb::arg("y").noconvert());
     m.def("situ", &bind_situ, nb::arg("gate").noconvert(), nb::arg("up").noconvert(), nb::arg("beta"),
           nb::arg("linear_beta"), nb::arg("y").noconvert());
-    m.def("gated", &bind_gated, nb::arg("x").noconvert(), nb::arg("gate").noconvert(),
-          nb::arg("y").noconvert());
+    m.def("gated", &bind_gated, nb::arg("x").noconvert(), nb::arg("gate").noconvert(), nb::arg("y").noconvert());
     m.def("top_k", &bind_top_k, nb::arg("choice").noconvert(), nb::arg("ids").noconvert());
     m.def("residual_mix", &bind_residual_mix, nb::arg("entries").noconvert(), nb::arg("weight").noconvert(),
           nb::arg("eps"), nb::arg("y").noconvert());
     m.def("expert_forward", &bind_expert_forward, nb::arg("z").noconvert(), nb::arg("payload").noconvert(),
-          nb::arg("w1"), nb::arg("w2"), nb::arg("w3"), nb::arg("beta"), nb::arg("linear_beta"),
-          nb::arg("exact"), nb::arg("y").noconvert());
+          nb::arg("w1"), nb::arg("w2"), nb::arg("w3"), nb::arg("beta"), nb::arg("linear_beta"), nb::arg("exact"),
+          nb::arg("y").noconvert());
 }
 
 }  // namespace k3

@@ -33,7 +33,7 @@ thread_local Piece piece_of_thread;
 // afterwards.
 ExpertRefusal refusal(const Expert& expert, Refused otherwise, const NonFinite& place) {
     const Matrix* const matrices[] = {&expert.w1, &expert.w2, &expert.w3};
-    const Refused names[] = {Refused::W1, Refused::W2, Refused::W3};
+    const Refused names[] = {Refused::w1, Refused::w2, Refused::w3};
     for (int i = 0; i < 3; ++i) {
         const int64_t groups = matrices[i]->columns / kMxGroup;
         const int64_t at = find_reserved(matrices[i]->exponents, matrices[i]->rows * groups);
@@ -56,9 +56,9 @@ ExpertRefusal with_int8(const float* z, int64_t rows, const Expert& expert, floa
     static thread_local Between between;
     const Kernels& variant = kernels();
     const Matrix &w1 = expert.w1, &w2 = expert.w2, &w3 = expert.w3;
-    const NonFinite place = between.input.fill(variant, Encoding::MXFP4, z, rows, w1.columns);
-    if (place.found) return refusal(expert, Refused::INPUT, place);
-    between.hidden.shape(Encoding::MXFP4, rows, w2.columns);
+    const NonFinite place = between.input.fill(variant, Encoding::mxfp4, z, rows, w1.columns);
+    if (place.found) return refusal(expert, Refused::input, place);
+    between.hidden.shape(Encoding::mxfp4, rows, w2.columns);
     const Activations input = between.input.view(), hidden = between.hidden.view();
     std::atomic<bool> sound{true}, finite{true};
     const auto situ_of = [&](int64_t begin, int64_t end, Piece& piece) {
@@ -80,14 +80,14 @@ ExpertRefusal with_int8(const float* z, int64_t rows, const Expert& expert, floa
         parallel_for(w2.rows, row_grain(rows, w2.columns), [&](int64_t begin, int64_t end) {
             if (!variant.matmul_int8(hidden, w2, begin, end, y + begin, w2.rows)) sound.store(false);
         });
-        if (sound.load()) return {Refused::NOTHING, kNowhere};
+        if (sound.load()) return {Refused::nothing, kNowhere};
     }
-    const ExpertRefusal scale = refusal(expert, Refused::HIDDEN, kNowhere);
-    if (scale.what != Refused::HIDDEN) return scale;
+    const ExpertRefusal scale = refusal(expert, Refused::hidden, kNowhere);
+    if (scale.what != Refused::hidden) return scale;
     // Once more and in one piece, to find it: this happens once, to a broken model.
     Piece whole;
     const float* h = situ_of(0, w1.rows, whole);
-    return {Refused::HIDDEN, find_nonfinite(Rows{Encoding::F32, w1.rows, h}, rows)};
+    return {Refused::hidden, find_nonfinite(Rows{Encoding::f32, w1.rows, h}, rows)};
 }
 
 ExpertRefusal with_floats(const float* z, int64_t rows, const Expert& expert, float* y) {
@@ -114,8 +114,7 @@ ExpertRefusal with_floats(const float* z, int64_t rows, const Expert& expert, fl
         if (reserved(w2, begin, end)) sound.store(false);
         variant.matmul(gate, rows, w2, begin, end, y, piece.decoded.data());
     });
-    return sound.load() ? ExpertRefusal{Refused::NOTHING, kNowhere}
-                        : refusal(expert, Refused::NOTHING, kNowhere);
+    return sound.load() ? ExpertRefusal{Refused::nothing, kNowhere} : refusal(expert, Refused::nothing, kNowhere);
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ struct Expert {
 // What stops a product: an activation (of z, or between the matrices) that cannot be quantized, or a scale
 // byte of a matrix that stands for no number. The latter comes first where there are several, w1 before w2
 // before w3.
-enum class Refused : int { NOTHING, INPUT, HIDDEN, W1, W2, W3 };
+enum class Refused : int { nothing, input, hidden, w1, w2, w3 };
 
 // `place` is that of the activation, or row and group (as column) of the scale byte.
 struct ExpertRefusal {

@@ -16,18 +16,18 @@ Matrix row_range(const Matrix& w, int64_t begin, int64_t count) {
     Matrix part = w;
     part.rows = count;
     switch (w.encoding) {
-        case Encoding::BF16:
-        case Encoding::F16: part.data = static_cast<const uint16_t*>(w.data) + begin * w.columns; break;
-        case Encoding::F32: part.data = static_cast<const float*>(w.data) + begin * w.columns; break;
-        case Encoding::INT8:
+        case Encoding::bf16:
+        case Encoding::f16: part.data = static_cast<const uint16_t*>(w.data) + begin * w.columns; break;
+        case Encoding::f32: part.data = static_cast<const float*>(w.data) + begin * w.columns; break;
+        case Encoding::int8:
             part.data = static_cast<const uint8_t*>(w.data) + begin * w.columns;
             part.scales = w.scales + begin;
             break;
-        case Encoding::INT4:
+        case Encoding::int4:
             part.data = static_cast<const uint8_t*>(w.data) + begin * ceil_div(w.columns, 2);
             part.scales = w.scales + begin * ceil_div(w.columns, kInt4Group);
             break;
-        case Encoding::MXFP4:
+        case Encoding::mxfp4:
             part.data = static_cast<const uint8_t*>(w.data) + begin * (w.columns / 2);
             part.exponents = w.exponents + begin * (w.columns / kMxGroup);
             break;
@@ -66,7 +66,7 @@ struct OfDecoded {};
 // is float32 stays where it is, its rows `width` apart; what is not goes to `scratch`, row by row.
 const float* floats_of(const LatentCache& cache, const void* data, int64_t width, int64_t row, int64_t count,
                        int64_t column, int64_t columns, float* scratch) {
-    if (cache.type == CacheType::F32) return static_cast<const float*>(data) + row * width + column;
+    if (cache.type == CacheType::f32) return static_cast<const float*>(data) + row * width + column;
     const uint16_t* from = static_cast<const uint16_t*>(data) + row * width + column;
     if (columns == width) {
         kernels().widen(cache.type, from, count * width, scratch);
@@ -94,7 +94,7 @@ void score(const Attention& a, int64_t token, int64_t head, int64_t heads, int64
 void weigh(const Attention& a, int64_t row) {
     float* scores = a.scores + row * a.stride;
     const int64_t count = a.seen(row / a.heads);
-    const float top = kernels().greatest(scores, count);
+    const float top = kernels().reduce_max(scores, count);
     float total = 0.0f;
     for (int64_t begin = 0; begin < count; begin += kAttentionBlock) {
         total = total + kernels().exp_shifted(scores + begin, std::min(kAttentionBlock, count - begin), top);
@@ -112,7 +112,7 @@ void mix(const Attention& a, int64_t token, int64_t head, int64_t heads, int64_t
     for (int64_t begin = 0; begin < count; begin += kAttentionBlock) {
         const int64_t some = std::min(kAttentionBlock, count - begin);
         const float* block = floats_of(a.cache, a.cache.latent, width, begin, some, column, columns, scratch);
-        const int64_t apart = a.cache.type == CacheType::F32 ? width : columns;
+        const int64_t apart = a.cache.type == CacheType::f32 ? width : columns;
         for (int64_t h = 0; h < heads; h += kSumHeads) {
             kernels().add_weighted(a.scores + (row + h) * a.stride + begin, std::min(kSumHeads, heads - h),
                                    a.stride, block, apart, some, columns, out + h * width, width);
@@ -139,8 +139,7 @@ void attend(const Attention& a) {
     });
     // All heads in one piece read the cache once; more pieces than that only where threads would have none.
     const int64_t width = a.cache.latent_width, parts = ceil_div(width, kSumColumns);
-    const int64_t cuts =
-        std::min(ceil_div(a.heads, kSumHeads), ceil_div(2 * get_threads(), a.tokens * parts));
+    const int64_t cuts = std::min(ceil_div(a.heads, kSumHeads), ceil_div(2 * get_threads(), a.tokens * parts));
     const int64_t heads = ceil_div(ceil_div(a.heads, cuts), kSumHeads) * kSumHeads;
     const int64_t pieces = ceil_div(a.heads, heads);
     parallel_for(a.tokens * parts * pieces, 1, [&](int64_t begin, int64_t end) {
@@ -170,8 +169,8 @@ void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens
     for (int64_t token = 0; token < tokens; token += together) {
         const int64_t row = token * heads;
         attend({q_latent + row * cache.latent_width, q_rope + row * cache.rope_width,
-                std::min(together, tokens - token), heads, cache, cache.rows - tokens + 1 + token, scale,
-                held, held + together * heads * stride, stride, out + row * cache.latent_width});
+                std::min(together, tokens - token), heads, cache, cache.rows - tokens + 1 + token, scale, held,
+                held + together * heads * stride, stride, out + row * cache.latent_width});
     }
 }
 

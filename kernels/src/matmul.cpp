@@ -21,7 +21,7 @@ void matmul_exact(const float* x, int64_t rows, const Matrix& w, float* y) {
 }
 
 void QuantizedRows::shape(Encoding encoding, int64_t rows, int64_t columns) {
-    const int64_t group = encoding == Encoding::MXFP4 ? kMxGroup : kActivationGroup;
+    const int64_t group = encoding == Encoding::mxfp4 ? kMxGroup : kActivationGroup;
     const int64_t groups = ceil_div(columns, group);
     q_.resize(std::max(q_.size(), static_cast<size_t>(rows * groups * group)));
     scales_.resize(std::max(scales_.size(), static_cast<size_t>(rows * groups)));
@@ -40,8 +40,7 @@ NonFinite QuantizedRows::fill(const Kernels& variant, Encoding encoding, const f
                              finite.store(false, std::memory_order_relaxed);
                      }
                  });
-    return finite.load() ? NonFinite{false, 0, 0, 0.0f}
-                         : find_nonfinite(Rows{Encoding::F32, columns, x}, rows);
+    return finite.load() ? NonFinite{false, 0, 0, 0.0f} : find_nonfinite(Rows{Encoding::f32, columns, x}, rows);
 }
 
 NonFinite matmul_int8(const float* x, int64_t rows, const Matrix& w, float* y) {
@@ -50,9 +49,8 @@ NonFinite matmul_int8(const float* x, int64_t rows, const Matrix& w, float* y) {
     const NonFinite place = activations.fill(variant, w.encoding, x, rows, w.columns);
     if (place.found) return place;
     const Activations view = activations.view();
-    parallel_for(w.rows, row_grain(rows, w.columns), [&](int64_t begin, int64_t end) {
-        variant.matmul_int8(view, w, begin, end, y + begin, w.rows);
-    });
+    parallel_for(w.rows, row_grain(rows, w.columns),
+                 [&](int64_t begin, int64_t end) { variant.matmul_int8(view, w, begin, end, y + begin, w.rows); });
     return place;
 }
 

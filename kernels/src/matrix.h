@@ -5,14 +5,13 @@
 
 namespace k3 {
 
-enum class Encoding : int { BF16, F16, F32, INT8, INT4, MXFP4 };
+enum class Encoding : int { bf16, f16, f32, int8, int4, mxfp4 };
 
 constexpr int64_t kInt4Group = 64;        // columns that share a scale in INT4
 constexpr int64_t kMxGroup = 32;          // columns that share a scale byte in MXFP4
 constexpr int64_t kActivationGroup = 64;  // columns that share an activation scale (INT8 and INT4 weights)
 constexpr int64_t kRowTile = 4;           // weight rows that are multiplied together in float32
-constexpr int64_t kRowBlock =
-    16;  // weight rows that are multiplied together as integers, and decoded together
+constexpr int64_t kRowBlock = 16;  // weight rows that are multiplied together as integers, and decoded together
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -15,9 +15,9 @@ namespace {
 int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, columns)); }
 
 float value_at(const Rows& w, int64_t index) {
-    if (w.encoding == Encoding::F32) return static_cast<const float*>(w.data)[index];
+    if (w.encoding == Encoding::f32) return static_cast<const float*>(w.data)[index];
     const uint32_t stored = static_cast<const uint16_t*>(w.data)[index], rest = stored & 0x7fff;
-    const bool half = w.encoding == Encoding::F16;
+    const bool half = w.encoding == Encoding::f16;
     const uint32_t pattern = half ? rest << 13 | (rest >= 0x7c00 ? 0x7f800000u : 0u) : stored << 16;
     float value;
     std::memcpy(&value, &pattern, sizeof value);
@@ -45,21 +45,18 @@ NonFinite find_nonfinite(const Rows& w, int64_t rows) {
 }
 
 bool quantize_int8(const Rows& w, int64_t rows, uint8_t* q, float* scales) {
-    return split(w, rows, [&](int64_t begin, int64_t end) {
-        return kernels().quantize_int8(w, begin, end, q, scales);
-    });
+    return split(w, rows,
+                 [&](int64_t begin, int64_t end) { return kernels().quantize_int8(w, begin, end, q, scales); });
 }
 
 bool quantize_int4(const Rows& w, int64_t rows, uint8_t* q, float* scales) {
-    return split(w, rows, [&](int64_t begin, int64_t end) {
-        return kernels().quantize_int4(w, begin, end, q, scales);
-    });
+    return split(w, rows,
+                 [&](int64_t begin, int64_t end) { return kernels().quantize_int4(w, begin, end, q, scales); });
 }
 
 void decode(const Matrix& w, float* out) {
-    parallel_for(w.rows, grain_of(w.columns), [&](int64_t begin, int64_t end) {
-        kernels().decode(w, begin, end, out + begin * w.columns);
-    });
+    parallel_for(w.rows, grain_of(w.columns),
+                 [&](int64_t begin, int64_t end) { kernels().decode(w, begin, end, out + begin * w.columns); });
 }
 
 int64_t find_reserved(const uint8_t* exponents, int64_t count) {

@@ -14,9 +14,7 @@ namespace {
 
 constexpr int64_t kGrainFloats = 16384;
 
-int64_t grain_of(int64_t columns) {
-    return std::max<int64_t>(1, kGrainFloats / std::max<int64_t>(1, columns));
-}
+int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, kGrainFloats / std::max<int64_t>(1, columns)); }
 
 }  // namespace
 

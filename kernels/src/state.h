@@ -11,7 +11,7 @@ constexpr int kTapsMax = 16;  // taps of a short convolution
 constexpr int64_t kKdaTokens = 16;  // tokens whose rows of a head are prepared together
 constexpr int64_t kKdaBlock = 2;    // registers of columns of a head's memory that are swept together
 
-enum class Function : int { EXP, TANH, SIGMOID, SILU };
+enum class Function : int { exp, tanh, sigmoid, silu };
 
 // The heads of a KDA layer between its projections, docs/numerics.md "kda_heads".
 //   q, k, v (before the convolution), f, g (before their sigmoids), out float [tokens, heads * dim];
@@ -33,7 +33,7 @@ constexpr int64_t kda_scratch(int64_t dim) {
 
 // A latent cache: per position a latent and the columns that all heads share, both of one type. BF16 and F16
 // are bit patterns, uint16.
-enum class CacheType : int { F32, BF16, F16 };
+enum class CacheType : int { f32, bf16, f16 };
 struct LatentCache {
     CacheType type;
     const void *latent, *rope;  // [rows, latent_width], [rows, rope_width]

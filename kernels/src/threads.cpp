@@ -26,9 +26,7 @@ namespace {
 class PlainFloat {
 public:
 #if defined(__SSE2__)
-    PlainFloat() : saved_(_mm_getcsr()) {
-        _mm_setcsr(0x1f80);
-    }  // all exceptions masked, nearest, no flushing
+    PlainFloat() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // all exceptions masked, nearest, no flushing
     ~PlainFloat() { _mm_setcsr(saved_); }
 
 private:
@@ -60,8 +58,7 @@ struct Job {
     std::atomic<bool> failed{false};
     std::exception_ptr error{};  // written by whoever sets `failed` first
 
-    Job(int64_t count, int64_t piece_length, int64_t threads,
-        const std::function<void(int64_t, int64_t)>* what)
+    Job(int64_t count, int64_t piece_length, int64_t threads, const std::function<void(int64_t, int64_t)>* what)
         : piece(piece_length), work(what), spans(static_cast<size_t>(threads)) {
         const int64_t pieces = (count + piece - 1) / piece;
         for (int64_t i = 0; i < threads; ++i) {

@@ -67,7 +67,7 @@ struct Kernels {
                          int64_t count, int64_t columns, float* out, int64_t out_stride);
     void (*scores)(const Scores& s);
     // The largest of count > 0 numbers; any, if one is NaN.
-    float (*greatest)(const float* x, int64_t count);
+    float (*reduce_max)(const float* x, int64_t count);
     void (*widen)(CacheType type, const void* from, int64_t count, float* to);  // BF16 or F16
     // scores = exp(scores - top); returns their sum.
     float (*exp_shifted)(float* scores, int64_t count, float top);

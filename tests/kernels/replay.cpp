@@ -78,11 +78,11 @@ public:
     // Encoding, data and scales of a matrix.
     Matrix matrix(int64_t rows, int64_t columns) {
         static const std::map<std::string, Encoding> encodings = {
-            {"bf16", Encoding::BF16}, {"f16", Encoding::F16},   {"f32", Encoding::F32},
-            {"int8", Encoding::INT8}, {"int4", Encoding::INT4}, {"mxfp4", Encoding::MXFP4}};
+            {"bf16", Encoding::bf16}, {"f16", Encoding::f16},   {"f32", Encoding::f32},
+            {"int8", Encoding::int8}, {"int4", Encoding::int4}, {"mxfp4", Encoding::mxfp4}};
         Matrix w = {encodings.at(text()), rows, columns, array<char>(), nullptr, nullptr};
         const char* scales = array<char>();
-        if (w.encoding == Encoding::MXFP4)
+        if (w.encoding == Encoding::mxfp4)
             w.exponents = reinterpret_cast<const uint8_t*>(scales);
         else
             w.scales = reinterpret_cast<const float*>(scales);
@@ -103,9 +103,9 @@ std::string place_of(const NonFinite& place) { return place.found ? words({place
 
 std::string quantized(Call& c, bool (*quantize)(const Rows&, int64_t, uint8_t*, float*)) {
     const Argument& w = c.next();
-    const Encoding encoding = w.word == "uint16"    ? Encoding::BF16
-                              : w.word == "float16" ? Encoding::F16
-                                                    : Encoding::F32;
+    const Encoding encoding = w.word == "uint16"    ? Encoding::bf16
+                              : w.word == "float16" ? Encoding::f16
+                                                    : Encoding::f32;
     const Rows rows = {encoding, w.shape[1], w.block.get()};
     uint8_t* q = c.array<uint8_t>();
     return quantize(rows, w.shape[0], q, c.floats()) ? "-" : place_of(find_nonfinite(rows, w.shape[0]));
@@ -114,7 +114,7 @@ std::string quantized(Call& c, bool (*quantize)(const Rows&, int64_t, uint8_t*, 
 std::string decoded(Call& c) {
     const Matrix w = c.matrix(c.extent(3, 0), c.extent(3, 1));
     const int64_t reserved =
-        w.encoding == Encoding::MXFP4 ? find_reserved(w.exponents, w.rows * (w.columns / kMxGroup)) : -1;
+        w.encoding == Encoding::mxfp4 ? find_reserved(w.exponents, w.rows * (w.columns / kMxGroup)) : -1;
     if (reserved < 0) decode(w, c.floats());
     return words({reserved});
 }
@@ -124,7 +124,7 @@ std::string multiplied(Call& c) {
     const float* x = c.floats();
     const Matrix w = c.matrix(c.extent(4, 1), columns);
     float* y = c.floats();
-    const bool integers = w.encoding == Encoding::INT8 || w.encoding == Encoding::INT4;
+    const bool integers = w.encoding == Encoding::int8 || w.encoding == Encoding::int4;
     if (c.number() == 0 && integers) return place_of(matmul_int8(x, rows, w, y));
     matmul_exact(x, rows, w, y);
     return "-";
@@ -141,10 +141,10 @@ std::string mixed(Call& c) {
 }
 
 std::string function(Call& c) {
-    static const std::map<std::string, Function> functions = {{"exp", Function::EXP},
-                                                              {"tanh", Function::TANH},
-                                                              {"sigmoid", Function::SIGMOID},
-                                                              {"silu", Function::SILU}};
+    static const std::map<std::string, Function> functions = {{"exp", Function::exp},
+                                                              {"tanh", Function::tanh},
+                                                              {"sigmoid", Function::sigmoid},
+                                                              {"silu", Function::silu}};
     const Function chosen = functions.at(c.text());
     const float* x = c.floats();
     elementwise(chosen, x, c.extent(1, 0), c.floats());
@@ -154,7 +154,7 @@ std::string function(Call& c) {
 Matrix part_of(Call& c, const uint8_t* payload) {
     if (c.number() != 4) fail("a part is four numbers");
     const int64_t packed = c.number(), scale = c.number(), rows = c.number(), columns = c.number();
-    return {Encoding::MXFP4, rows, columns, payload + packed, nullptr, payload + scale};
+    return {Encoding::mxfp4, rows, columns, payload + packed, nullptr, payload + scale};
 }
 
 std::string expert(Call& c) {
@@ -196,9 +196,9 @@ std::string attended(Call& c) {
     const float* q_rope = c.floats();
     const Argument& latent = c.next();
     const Argument& rope = c.next();
-    const CacheType type = latent.word == "float32"   ? CacheType::F32
-                           : latent.word == "float16" ? CacheType::F16
-                                                      : CacheType::BF16;
+    const CacheType type = latent.word == "float32"   ? CacheType::f32
+                           : latent.word == "float16" ? CacheType::f16
+                                                      : CacheType::bf16;
     const LatentCache cache = {
         type, latent.block.get(), rope.block.get(), latent.shape[0], latent.shape[1], rope.shape[1]};
     const float scale = c.real();

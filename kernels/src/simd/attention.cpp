@@ -28,7 +28,7 @@ constexpr int kScoreRows = 4;  // positions that they meet
 template <int HT, int N, bool Add, class Source>
 K3_INLINE void tile(const float* p, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end, int64_t k,
                     int64_t left, int64_t ahead, float* out, int64_t out_stride) {
-    F16 total[HT][N];
+    F32x16 total[HT][N];
     for (int h = 0; h < HT; ++h)
         for (int n = 0; n < N; ++n) total[h][n] = splat(0.0f);
     Source source;
@@ -39,13 +39,13 @@ K3_INLINE void tile(const float* p, int64_t p_stride, const Matrix& w, int64_t b
             for (int at = 0; at < N * Source::kStepBytes; at += 64) __builtin_prefetch(from + at, 0, 2);
         }
         source_of(source, w, t);
-        F16 row[N];
+        F32x16 row[N];
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n)
             row[n] = N > 1 || left >= kLanes ? source.at(k + n * kLanes) : source.first(k, left);
 #pragma GCC unroll 4
         for (int h = 0; h < HT; ++h) {
-            const F16 share = splat(p[h * p_stride + t - begin]);
+            const F32x16 share = splat(p[h * p_stride + t - begin]);
 #pragma GCC unroll 16
             for (int n = 0; n < N; ++n) total[h][n] = total[h][n] + share * row[n];
         }
@@ -71,8 +71,8 @@ void all_columns(const float* p, int64_t p_stride, const Matrix& w, int64_t begi
 }
 
 template <bool Add, class Source>
-void all(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end,
-         int64_t k, int64_t k_end, int64_t ahead, float* out, int64_t out_stride) {
+void all(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_t begin, int64_t end, int64_t k,
+         int64_t k_end, int64_t ahead, float* out, int64_t out_stride) {
     int64_t h = 0;
     for (; h + 4 <= rows; h += 4, ahead = 0) {
         all_columns<4, kWide, Add, Source>(p + h * p_stride, p_stride, w, begin, end, k, k_end, ahead,
@@ -86,7 +86,7 @@ void all(const float* p, int64_t rows, int64_t p_stride, const Matrix& w, int64_
 
 // The sums of sixteen registers, each by the tree of lanes.h.
 #if defined(__AVX512F__)
-K3_INLINE __m512 halves_added(const F16& a, const F16& b) {  // eight lanes of a, eight of b
+K3_INLINE __m512 halves_added(const F32x16& a, const F32x16& b) {  // eight lanes of a, eight of b
     return _mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44),
                          _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xee));
 }
@@ -94,7 +94,7 @@ K3_INLINE __m512 quarters_added(__m512 a, __m512 b) {  // four lanes of each of 
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 // total[i] is the sum of part[i / 4][i % 4]
-K3_INLINE F16 sums(const F16 part[4][4]) {
+K3_INLINE F32x16 sums(const F32x16 part[4][4]) {
     __m512 four[4];
     // Quarter c of four[i] holds what is left of part[c][i].
     for (int i = 0; i < 4; ++i) {
@@ -106,11 +106,11 @@ K3_INLINE F16 sums(const F16 part[4][4]) {
                              _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
     };
     const __m512 a = pairs(four[0], four[1]), b = pairs(four[2], four[3]);
-    return (F16)_mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+    return (F32x16)_mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
 #else
 template <int HT, int RT>
-K3_INLINE F16 sums(const F16 (&part)[HT][RT]) {
+K3_INLINE F32x16 sums(const F32x16 (&part)[HT][RT]) {
     float total[kLanes] = {};
     for (int h = 0; h < HT; ++h)
         for (int r = 0; r < RT; ++r) total[h * 4 + r] = sum(part[h][r]);
@@ -120,24 +120,24 @@ K3_INLINE F16 sums(const F16 (&part)[HT][RT]) {
 
 // part[h][r] = the lanes of the product of HT rows of q and RT rows of c, all of `width` numbers.
 template <int HT, int RT>
-K3_INLINE void products(const float* q, const float* c, int64_t width, F16 part[HT][RT]) {
+K3_INLINE void products(const float* q, const float* c, int64_t width, F32x16 part[HT][RT]) {
     for (int h = 0; h < HT; ++h)
         for (int r = 0; r < RT; ++r) part[h][r] = splat(0.0f);
     const int64_t whole = width / kLanes * kLanes;
     for (int64_t k = 0; k < whole; k += kLanes) {
-        F16 row[RT];
+        F32x16 row[RT];
 #pragma GCC unroll 4
         for (int r = 0; r < RT; ++r) row[r] = load(c + r * width + k);
 #pragma GCC unroll 4
         for (int h = 0; h < HT; ++h) {
-            const F16 query = load(q + h * width + k);
+            const F32x16 query = load(q + h * width + k);
 #pragma GCC unroll 4
             for (int r = 0; r < RT; ++r) part[h][r] = part[h][r] + query * row[r];
         }
     }
     if (whole < width) {
         for (int h = 0; h < HT; ++h) {
-            const F16 query = load_first(q + h * width + whole, width - whole);
+            const F32x16 query = load_first(q + h * width + whole, width - whole);
             for (int r = 0; r < RT; ++r) {
                 part[h][r] = part[h][r] + query * load_first(c + r * width + whole, width - whole);
             }
@@ -146,12 +146,12 @@ K3_INLINE void products(const float* q, const float* c, int64_t width, F16 part[
 }
 
 K3_INLINE void score_whole_tile(const Scores& s, int64_t head, int64_t row) {
-    F16 latent[kScoreHeads][kScoreRows], rope[kScoreHeads][kScoreRows];
+    F32x16 latent[kScoreHeads][kScoreRows], rope[kScoreHeads][kScoreRows];
     products<kScoreHeads, kScoreRows>(s.q_latent + head * s.latent_width, s.latent + row * s.latent_width,
                                       s.latent_width, latent);
-    const F16 first = sums(latent);
-    products<kScoreHeads, kScoreRows>(s.q_rope + head * s.rope_width, s.rope + row * s.rope_width,
-                                      s.rope_width, rope);
+    const F32x16 first = sums(latent);
+    products<kScoreHeads, kScoreRows>(s.q_rope + head * s.rope_width, s.rope + row * s.rope_width, s.rope_width,
+                                      rope);
     float score[kLanes];
     store(score, (first + sums(rope)) * splat(s.scale));
     for (int h = 0; h < kScoreHeads; ++h) {
@@ -160,9 +160,8 @@ K3_INLINE void score_whole_tile(const Scores& s, int64_t head, int64_t row) {
 }
 
 K3_INLINE void score_one(const Scores& s, int64_t head, int64_t row) {
-    F16 latent[1][1], rope[1][1];
-    products<1, 1>(s.q_latent + head * s.latent_width, s.latent + row * s.latent_width, s.latent_width,
-                   latent);
+    F32x16 latent[1][1], rope[1][1];
+    products<1, 1>(s.q_latent + head * s.latent_width, s.latent + row * s.latent_width, s.latent_width, latent);
     products<1, 1>(s.q_rope + head * s.rope_width, s.rope + row * s.rope_width, s.rope_width, rope);
     s.out[head * s.out_stride + row] = (sum(latent[0][0]) + sum(rope[0][0])) * s.scale;
 }
@@ -175,18 +174,18 @@ void weighted_sum(const float* p, int64_t rows, int64_t p_stride, const Matrix& 
         all<false, decltype(source)>(p, rows, p_stride, w, begin, end, 0, w.columns, ahead, out, out_stride);
     };
     switch (w.encoding) {
-        case Encoding::BF16: return of(SourceBf16{});
-        case Encoding::F16: return of(SourceF16{});
-        case Encoding::F32: return of(SourceF32{});
-        case Encoding::INT8: return of(SourceInt8{});
-        case Encoding::INT4: return of(SourceInt4{});
-        case Encoding::MXFP4: return of(SourceMx{});
+        case Encoding::bf16: return of(SourceBf16{});
+        case Encoding::f16: return of(SourceF16{});
+        case Encoding::f32: return of(SourceF32{});
+        case Encoding::int8: return of(SourceInt8{});
+        case Encoding::int4: return of(SourceInt4{});
+        case Encoding::mxfp4: return of(SourceMx{});
     }
 }
 
-void add_weighted(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride,
-                  int64_t count, int64_t columns, float* out, int64_t out_stride) {
-    const Matrix m = {Encoding::F32, count, w_stride, w, nullptr, nullptr};
+void add_weighted(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride, int64_t count,
+                  int64_t columns, float* out, int64_t out_stride) {
+    const Matrix m = {Encoding::f32, count, w_stride, w, nullptr, nullptr};
     all<true, SourceF32>(p, rows, p_stride, m, 0, count, 0, columns, 0, out, out_stride);
 }
 
@@ -203,12 +202,12 @@ void scores(const Scores& s) {
         for (int64_t head = 0; head < s.heads; ++head) score_one(s, head, row);
 }
 
-float greatest(const float* x, int64_t count) {
+float reduce_max(const float* x, int64_t count) {
     float top = x[0];
     int64_t t = 0;
     if (count >= kLanes) {
-        F16 lanes = load(x);
-        for (t = kLanes; t + kLanes <= count; t += kLanes) lanes = at_least(lanes, load(x + t));
+        F32x16 lanes = load(x);
+        for (t = kLanes; t + kLanes <= count; t += kLanes) lanes = max(lanes, load(x + t));
         float lane[kLanes];
         store(lane, lanes);
         for (int i = 0; i < kLanes; ++i) top = lane[i] > top ? lane[i] : top;
@@ -223,12 +222,12 @@ void widen(CacheType type, const void* from, int64_t count, float* to) {
         const int64_t left = count - k < kLanes ? count - k : kLanes;
         uint16_t part[kLanes] = {};
         memcpy(part, p + k, left * sizeof *part);
-        store_some(to + k, type == CacheType::BF16 ? from_bf16(part) : from_f16(part), left);
+        store_some(to + k, type == CacheType::bf16 ? from_bf16(part) : from_f16(part), left);
     }
 }
 
 float exp_shifted(float* scores, int64_t count, float top) {
-    F16 lanes = splat(0.0f);
+    F32x16 lanes = splat(0.0f);
     for (int64_t t = 0; t < count; t += kLanes) {
         const int64_t left = count - t;
         store_some(scores + t, exp16(load_some(scores + t, left) - splat(top)), left);

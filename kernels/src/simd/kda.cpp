@@ -23,13 +23,9 @@ struct Tile {
 
 K3_INLINE Tile tile_in(float* scratch, int64_t dim) {
     const int64_t stride = padded(dim), size = kKdaTokens * stride;
-    return {scratch,
-            scratch + size,
-            scratch + 2 * size,
-            scratch + 3 * size,
-            scratch + 4 * size,
-            scratch + 5 * size,
-            stride};
+    return {
+        scratch, scratch + size, scratch + 2 * size, scratch + 3 * size, scratch + 4 * size, scratch + 5 * size,
+        stride};
 }
 
 // Convolution and SiLU of `count` tokens from `first` of one stream (0 q, 1 k, 2 v); its window moves on.
@@ -42,12 +38,12 @@ void convolve(const KdaHeads& a, int stream, const float* u, int64_t head, int64
         const int64_t channel = head * a.dim + c, left = a.dim - c;
         const float* w = a.conv + stream * taps * width + channel;
         float* window = a.windows + stream * old * width + channel;
-        F16 weight[Taps > 0 ? Taps : kTapsMax], past[Taps > 0 ? Taps : kTapsMax];
+        F32x16 weight[Taps > 0 ? Taps : kTapsMax], past[Taps > 0 ? Taps : kTapsMax];
         for (int64_t tap = 0; tap < taps; ++tap) weight[tap] = load_some(w + tap * width, left);
         for (int64_t tap = 0; tap < old; ++tap) past[tap] = load_some(window + tap * width, left);
         for (int64_t t = 0; t < count; ++t) {
             past[old] = load_some(u + (first + t) * width + channel, left);
-            F16 total = past[0] * weight[0];
+            F32x16 total = past[0] * weight[0];
             for (int64_t tap = 1; tap < taps; ++tap) total = total + past[tap] * weight[tap];
             store(out + t * stride + c, silu16(total));
             for (int64_t tap = 0; tap < old; ++tap) past[tap] = past[tap + 1];
@@ -57,7 +53,7 @@ void convolve(const KdaHeads& a, int stream, const float* u, int64_t head, int64
 }
 
 K3_INLINE float square_sum(const float* row, int64_t stride) {
-    F16 lanes = splat(0.0f);
+    F32x16 lanes = splat(0.0f);
     for (int64_t c = 0; c < stride; c += kLanes) lanes = lanes + load(row + c) * load(row + c);
     return sum(lanes);
 }
@@ -68,12 +64,12 @@ K3_INLINE float inverse_length(const float* row, int64_t stride, float eps) {
 
 // exp of the log decay of `count` tokens from `first`.
 void decays(const KdaHeads& a, int64_t head, int64_t first, int64_t count, float* out, int64_t stride) {
-    const F16 rate = splat(exp1(a.a_log[head])), bound = splat(a.lower_bound);
+    const F32x16 rate = splat(exp1(a.a_log[head])), bound = splat(a.lower_bound);
     for (int64_t t = 0; t < count; ++t) {
         const float* f = a.f + ((first + t) * a.heads + head) * a.dim;
         for (int64_t c = 0; c < a.dim; c += kLanes) {
             const int64_t left = a.dim - c;
-            const F16 shifted = load_some(f + c, left) + load_some(a.dt_bias + head * a.dim + c, left);
+            const F32x16 shifted = load_some(f + c, left) + load_some(a.dt_bias + head * a.dim + c, left);
             store(out + t * stride + c, exp16(bound * sigmoid16(rate * shifted)));
         }
     }
@@ -91,16 +87,16 @@ struct Block {
 
 // seen = sum of the decayed rows times k; the decayed rows go to the block. Whole: all N registers exist.
 template <int N, bool Whole, bool FromMemory>
-K3_INLINE void fade(const Block<N>& b, const float* decay, const float* k, F16* seen) {
+K3_INLINE void fade(const Block<N>& b, const float* decay, const float* k, F32x16* seen) {
     for (int n = 0; n < N; ++n) seen[n] = splat(0.0f);
     const float* from = FromMemory ? b.memory : b.block;
     const int64_t step = FromMemory ? b.dim : N * kLanes;
     for (int64_t i = 0; i < b.dim; ++i) {
-        const F16 share = splat(decay[i]), key = splat(k[i]);
+        const F32x16 share = splat(decay[i]), key = splat(k[i]);
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
             const float* at = from + i * step + n * kLanes;
-            const F16 faded = (FromMemory && !Whole ? load_some(at, b.width) : load(at)) * share;
+            const F32x16 faded = (FromMemory && !Whole ? load_some(at, b.width) : load(at)) * share;
             store(b.block + (i * N + n) * kLanes, faded);
             seen[n] = seen[n] + faded * key;
         }
@@ -109,15 +105,15 @@ K3_INLINE void fade(const Block<N>& b, const float* decay, const float* k, F16* 
 
 // The block's rows take in k times error; read = sum of the new rows times q.
 template <int N, bool Whole, bool ToMemory>
-K3_INLINE void write(const Block<N>& b, const float* k, const float* q, const F16* error, F16* read) {
+K3_INLINE void write(const Block<N>& b, const float* k, const float* q, const F32x16* error, F32x16* read) {
     for (int n = 0; n < N; ++n) read[n] = splat(0.0f);
     float* to = ToMemory ? b.memory : b.block;
     const int64_t step = ToMemory ? b.dim : N * kLanes;
     for (int64_t i = 0; i < b.dim; ++i) {
-        const F16 key = splat(k[i]), query = splat(q[i]);
+        const F32x16 key = splat(k[i]), query = splat(q[i]);
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
-            const F16 updated = load(b.block + (i * N + n) * kLanes) + key * error[n];
+            const F32x16 updated = load(b.block + (i * N + n) * kLanes) + key * error[n];
             float* at = to + i * step + n * kLanes;
             if (ToMemory && !Whole) {
                 store_some(at, updated, b.width);
@@ -136,13 +132,13 @@ void delta_block(const Tile& tile, float* memory, int64_t dim, int64_t j, const 
     for (int64_t t = 0; t < count; ++t) {
         const int64_t row = t * tile.stride;
         const float *q = tile.q + row, *k = tile.k + row, *decay = tile.decay + row;
-        F16 seen[N], error[N], read[N];
+        F32x16 seen[N], error[N], read[N];
         if (t == 0) {
             fade<N, Whole, true>(b, decay, k, seen);
         } else {
             fade<N, Whole, false>(b, decay, k, seen);
         }
-        const F16 share = splat(beta[t]);
+        const F32x16 share = splat(beta[t]);
         for (int n = 0; n < N; ++n) error[n] = share * (load(tile.v + row + j + n * kLanes) - seen[n]);
         if (t == count - 1) {
             write<N, Whole, true>(b, k, q, error, read);
@@ -180,8 +176,8 @@ void kda_heads(const KdaHeads& a, int64_t begin, int64_t end, float* scratch) {
             float beta[kKdaTokens];
             for (int64_t t = 0; t < count; ++t) {
                 float *q = tile.q + t * stride, *k = tile.k + t * stride;
-                const F16 q_factor = splat(inverse_length(q, stride, a.l2_eps)), scale = splat(a.query_scale);
-                const F16 k_factor = splat(inverse_length(k, stride, a.l2_eps));
+                const F32x16 q_factor = splat(inverse_length(q, stride, a.l2_eps)), scale = splat(a.query_scale);
+                const F32x16 k_factor = splat(inverse_length(k, stride, a.l2_eps));
                 for (int64_t c = 0; c < stride; c += kLanes) {
                     store(q + c, (load(q + c) * q_factor) * scale);
                     store(k + c, load(k + c) * k_factor);
@@ -192,11 +188,11 @@ void kda_heads(const KdaHeads& a, int64_t begin, int64_t end, float* scratch) {
             for (int64_t t = 0; t < count; ++t) {
                 const float* read = tile.read + t * stride;
                 const int64_t row = (first + t) * width + head * a.dim;
-                const F16 factor =
+                const F32x16 factor =
                     splat(1.0f / __builtin_sqrtf(square_sum(read, stride) / (float)a.dim + a.norm_eps));
                 for (int64_t c = 0; c < a.dim; c += kLanes) {
                     const int64_t left = a.dim - c;
-                    const F16 normed = load_some(a.norm + c, left) * (load(read + c) * factor);
+                    const F32x16 normed = load_some(a.norm + c, left) * (load(read + c) * factor);
                     store_some(a.out + row + c, normed * sigmoid16(load_some(a.g + row + c, left)), left);
                 }
             }

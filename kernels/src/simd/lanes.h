@@ -1,6 +1,6 @@
 // Sixteen float32 lanes, on every machine: the unit in which all kernels count.
 //
-// F16 is one register with AVX-512, two with AVX2, four elsewhere (SSE2, NEON through the compiler's vector
+// F32x16 is one register with AVX-512, two with AVX2, four elsewhere (SSE2, NEON through the compiler's vector
 // types). Every operation is the IEEE one per lane, and sum() adds lanes in one fixed tree, so the width of
 // the registers never shows in a result.
 #pragma once
@@ -65,7 +65,11 @@ typedef int32_t i32x4 __attribute__((vector_size(16)));
 K3_REGISTER(f32x4, i32x4)
 
 K3_INLINE float sum(const f32x4& v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-K3_INLINE int32_t largest(const i32x4& v) {
+K3_INLINE i32x4 max(const i32x4& a, const i32x4& b) {
+    const i32x4 is_a = greater(a, b);
+    return (is_a & a) | (~is_a & b);
+}
+K3_INLINE int32_t reduce_max(const i32x4& v) {
     int32_t a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
     return a > b ? a : b;
 }
@@ -77,29 +81,31 @@ K3_REGISTER(f32x8, i32x8)
 K3_INLINE float sum(const f32x8& v) {
     return sum((f32x4)_mm256_castps256_ps128((__m256)v) + (f32x4)_mm256_extractf128_ps((__m256)v, 1));
 }
-K3_INLINE int32_t largest(const i32x8& v) {
-    return largest(
-        (i32x4)_mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1)));
+K3_INLINE i32x8 max(const i32x8& a, const i32x8& b) { return (i32x8)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+K3_INLINE int32_t reduce_max(const i32x8& v) {
+    return reduce_max(
+        max((i32x4)_mm256_castsi256_si128((__m256i)v), (i32x4)_mm256_extracti128_si256((__m256i)v, 1)));
 }
 #endif
 
 #if defined(__AVX512F__)
-typedef float F16 __attribute__((vector_size(64)));
-typedef int32_t I16 __attribute__((vector_size(64)));
-K3_REGISTER(F16, I16)
-K3_INLINE float sum(const F16& v) {
+typedef float F32x16 __attribute__((vector_size(64)));
+typedef int32_t I32x16 __attribute__((vector_size(64)));
+K3_REGISTER(F32x16, I32x16)
+K3_INLINE float sum(const F32x16& v) {
     return sum((f32x8)_mm512_castps512_ps256((__m512)v) + (f32x8)_mm512_extractf32x8_ps((__m512)v, 1));
 }
-K3_INLINE int32_t largest(const I16& v) {
-    return largest((i32x8)_mm256_max_epi32(_mm512_castsi512_si256((__m512i)v),
-                                           _mm512_extracti64x4_epi64((__m512i)v, 1)));
+K3_INLINE I32x16 max(const I32x16& a, const I32x16& b) { return (I32x16)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+K3_INLINE int32_t reduce_max(const I32x16& v) {
+    return reduce_max(
+        max((i32x8)_mm512_castsi512_si256((__m512i)v), (i32x8)_mm512_extracti64x4_epi64((__m512i)v, 1)));
 }
 #elif defined(__AVX2__)
-typedef Pair<f32x8> F16;
-typedef Pair<i32x8> I16;
+typedef Pair<f32x8> F32x16;
+typedef Pair<i32x8> I32x16;
 #else
-typedef Pair<Pair<f32x4>> F16;
-typedef Pair<Pair<i32x4>> I16;
+typedef Pair<Pair<f32x4>> F32x16;
+typedef Pair<Pair<i32x4>> I32x16;
 #endif
 #undef K3_REGISTER
 
@@ -156,48 +162,51 @@ K3_INLINE float sum(const Pair<V>& v) {
     return sum(v.lo + v.hi);
 }
 template <class V>
-K3_INLINE V choose(const V& mask, const V& a, const V& b) {
+K3_INLINE V select(const V& mask, const V& a, const V& b) {
     return (mask & a) | (complement(mask) & b);
 }
 template <class V>
-K3_INLINE int32_t largest(const Pair<V>& v) {
-    return largest(choose(greater(v.lo, v.hi), v.lo, v.hi));
+K3_INLINE Pair<V> max(const Pair<V>& a, const Pair<V>& b) {
+    return {max(a.lo, b.lo), max(a.hi, b.hi)};
+}
+template <class V>
+K3_INLINE int32_t reduce_max(const Pair<V>& v) {
+    return reduce_max(max(v.lo, v.hi));
 }
 
-K3_INLINE F16 load(const float* p) {
-    F16 v;
+K3_INLINE F32x16 load(const float* p) {
+    F32x16 v;
     load(v, p);
     return v;
 }
-K3_INLINE F16 splat(float x) {
-    F16 v;
+K3_INLINE F32x16 splat(float x) {
+    F32x16 v;
     splat(v, x);
     return v;
 }
-K3_INLINE I16 splat_int(int32_t x) {
-    I16 v;
+K3_INLINE I32x16 splat_int(int32_t x) {
+    I32x16 v;
     splat(v, x);
     return v;
 }
-K3_INLINE F16 choose(const I16& mask, const F16& a, const F16& b) {
-    return floats(choose(mask, bits(a), bits(b)));
+K3_INLINE F32x16 select(const I32x16& mask, const F32x16& a, const F32x16& b) {
+    return floats(select(mask, bits(a), bits(b)));
 }
-K3_INLINE I16 larger(const I16& a, const I16& b) { return choose(greater(a, b), a, b); }
 // b where a < b, else a (a NaN in either gives a)
-K3_INLINE F16 at_least(const F16& a, const F16& b) { return choose(less(a, b), b, a); }
-K3_INLINE F16 at_most(const F16& a, const F16& b) { return choose(less(b, a), b, a); }
-K3_INLINE F16 magnitude(const F16& a) { return floats(bits(a) & splat_int(0x7fffffff)); }
+K3_INLINE F32x16 max(const F32x16& a, const F32x16& b) { return select(less(a, b), b, a); }
+K3_INLINE F32x16 min(const F32x16& a, const F32x16& b) { return select(less(b, a), b, a); }
+K3_INLINE F32x16 abs(const F32x16& a) { return floats(bits(a) & splat_int(0x7fffffff)); }
 
 // The first `count` (< 16) floats of p, zeros after them.
-K3_INLINE F16 load_first(const float* p, int64_t count) {
+K3_INLINE F32x16 load_first(const float* p, int64_t count) {
     float lane[kLanes] = {};
     memcpy(lane, p, count * sizeof(float));
     return load(lane);
 }
-K3_INLINE F16 load_some(const float* p, int64_t count) {
+K3_INLINE F32x16 load_some(const float* p, int64_t count) {
     return count >= kLanes ? load(p) : load_first(p, count);
 }
-K3_INLINE void store_some(float* p, const F16& v, int64_t count) {
+K3_INLINE void store_some(float* p, const F32x16& v, int64_t count) {
     if (count >= kLanes) return store(p, v);
     float lane[kLanes];
     store(lane, v);

@@ -22,7 +22,7 @@ constexpr int64_t kFarBytes = 8192;  // what memory hands out to a core in about
 // y[s * stride + r] for RT neighbouring rows of W and ST rows of x.
 template <int RT, int ST, class Source>
 K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, int64_t stride) {
-    F16 lane[RT][ST];
+    F32x16 lane[RT][ST];
     for (int r = 0; r < RT; ++r)
         for (int s = 0; s < ST; ++s) lane[r][s] = splat(0.0f);
     const int64_t whole = columns / kLanes * kLanes;
@@ -40,19 +40,19 @@ K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, 
                 __builtin_prefetch(reinterpret_cast<const char*>(next + at), 0, 2);
             next += RT * Source::kStepBytes;
         }
-        F16 part[ST];
+        F32x16 part[ST];
 #pragma GCC unroll 8
         for (int s = 0; s < ST; ++s) part[s] = load(x + s * columns + k);
 #pragma GCC unroll 8
         for (int r = 0; r < RT; ++r) {
-            const F16 weight = w[r].at(k);
+            const F32x16 weight = w[r].at(k);
 #pragma GCC unroll 8
             for (int s = 0; s < ST; ++s) lane[r][s] = lane[r][s] + part[s] * weight;
         }
     }
     if (whole < columns) {
         for (int r = 0; r < RT; ++r) {
-            const F16 weight = w[r].first(whole, columns - whole);
+            const F32x16 weight = w[r].first(whole, columns - whole);
             for (int s = 0; s < ST; ++s) {
                 lane[r][s] = lane[r][s] + load_first(x + s * columns + whole, columns - whole) * weight;
             }
@@ -65,8 +65,7 @@ K3_INLINE void tile(const Source* w, const float* x, int64_t columns, float* y, 
 template <int RT, class Source>
 void all_x(const Source* w, const float* x, int64_t rows, int64_t columns, float* y, int64_t stride) {
     int64_t s = 0;
-    for (; s + kXTile <= rows; s += kXTile)
-        tile<RT, kXTile>(w, x + s * columns, columns, y + s * stride, stride);
+    for (; s + kXTile <= rows; s += kXTile) tile<RT, kXTile>(w, x + s * columns, columns, y + s * stride, stride);
     for (; s < rows; ++s) tile<RT, 1>(w, x + s * columns, columns, y + s * stride, stride);
 }
 
@@ -95,7 +94,7 @@ void product_direct(const float* x, int64_t rows, const Matrix& w, int64_t begin
 // `count` weight rows from r as float32; those that already are stay where they lie.
 template <class Source>
 const float* decoded(const Matrix& w, int64_t r, int64_t count, float* scratch) {
-    if (w.encoding == Encoding::F32) return (const float*)w.data + r * w.columns;
+    if (w.encoding == Encoding::f32) return (const float*)w.data + r * w.columns;
     Source source;
     for (int64_t i = 0; i < count; ++i) {
         source_of(source, w, r + i);
@@ -111,7 +110,7 @@ void product_decoded(const float* x, int64_t rows, const Matrix& w, int64_t begi
                      float* scratch) {
     for (int64_t r = begin; r < end; r += kRowBlock) {
         const int64_t count = end - r < kRowBlock ? end - r : kRowBlock;
-        const Matrix block = {Encoding::F32, w.rows, w.columns, decoded<Source>(w, r, count, scratch),
+        const Matrix block = {Encoding::f32, w.rows, w.columns, decoded<Source>(w, r, count, scratch),
                               nullptr,       nullptr};
         for (int64_t s = 0; s < rows; s += kXTile) {
             const int64_t some = rows - s < kXTile ? rows - s : kXTile;
@@ -121,8 +120,7 @@ void product_decoded(const float* x, int64_t rows, const Matrix& w, int64_t begi
 }
 
 template <class Source>
-void product(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
-             float* scratch) {
+void product(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y, float* scratch) {
     if (rows < kXTile) return product_direct<Source>(x, rows, w, begin, end, y);
     product_decoded<Source>(x, rows, w, begin, end, y, scratch);
 }
@@ -138,26 +136,25 @@ void decode_rows(const Matrix& w, int64_t begin, int64_t end, float* out) {
 
 }  // namespace
 
-void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y,
-            float* scratch) {
+void matmul(const float* x, int64_t rows, const Matrix& w, int64_t begin, int64_t end, float* y, float* scratch) {
     switch (w.encoding) {
-        case Encoding::BF16: return product<SourceBf16>(x, rows, w, begin, end, y, scratch);
-        case Encoding::F16: return product<SourceF16>(x, rows, w, begin, end, y, scratch);
-        case Encoding::F32: return product<SourceF32>(x, rows, w, begin, end, y, scratch);
-        case Encoding::INT8: return product<SourceInt8>(x, rows, w, begin, end, y, scratch);
-        case Encoding::INT4: return product<SourceInt4>(x, rows, w, begin, end, y, scratch);
-        case Encoding::MXFP4: return product<SourceMx>(x, rows, w, begin, end, y, scratch);
+        case Encoding::bf16: return product<SourceBf16>(x, rows, w, begin, end, y, scratch);
+        case Encoding::f16: return product<SourceF16>(x, rows, w, begin, end, y, scratch);
+        case Encoding::f32: return product<SourceF32>(x, rows, w, begin, end, y, scratch);
+        case Encoding::int8: return product<SourceInt8>(x, rows, w, begin, end, y, scratch);
+        case Encoding::int4: return product<SourceInt4>(x, rows, w, begin, end, y, scratch);
+        case Encoding::mxfp4: return product<SourceMx>(x, rows, w, begin, end, y, scratch);
     }
 }
 
 void decode(const Matrix& w, int64_t begin, int64_t end, float* out) {
     switch (w.encoding) {
-        case Encoding::BF16: return decode_rows<SourceBf16>(w, begin, end, out);
-        case Encoding::F16: return decode_rows<SourceF16>(w, begin, end, out);
-        case Encoding::F32: return decode_rows<SourceF32>(w, begin, end, out);
-        case Encoding::INT8: return decode_rows<SourceInt8>(w, begin, end, out);
-        case Encoding::INT4: return decode_rows<SourceInt4>(w, begin, end, out);
-        case Encoding::MXFP4: return decode_rows<SourceMx>(w, begin, end, out);
+        case Encoding::bf16: return decode_rows<SourceBf16>(w, begin, end, out);
+        case Encoding::f16: return decode_rows<SourceF16>(w, begin, end, out);
+        case Encoding::f32: return decode_rows<SourceF32>(w, begin, end, out);
+        case Encoding::int8: return decode_rows<SourceInt8>(w, begin, end, out);
+        case Encoding::int4: return decode_rows<SourceInt4>(w, begin, end, out);
+        case Encoding::mxfp4: return decode_rows<SourceMx>(w, begin, end, out);
     }
 }
 

@@ -64,8 +64,7 @@ struct TileInt8 {
         for (int i = 0; i < 4; ++i) {
             take<kWhole>(data, columns, g * 64 + i * 16, count, columns, out + 4 * i);
 #pragma GCC unroll 4
-            for (int j = 4 * i; kBiased && j < 4 * i + 4; ++j)
-                out[j] = out[j] ^ all_rows((int32_t)0x80808080);
+            for (int j = 4 * i; kBiased && j < 4 * i + 4; ++j) out[j] = out[j] ^ all_rows((int32_t)0x80808080);
         }
     }
 #if defined(__AVX512VNNI__)
@@ -107,8 +106,7 @@ K3_INLINE void split(const RowInts* packed, const int8_t* table, RowInts* out) {
 
 struct TileInt4 {
     static constexpr int kWords = 16;
-    static constexpr int kTogether =
-        0;  // shorter in the caches, but slower as soon as weights come from memory
+    static constexpr int kTogether = 0;  // shorter in the caches, but slower as soon as weights come from memory
     static constexpr int word(int v) { return v / 2 + v % 2 * (kWords / 2); }
     static constexpr bool kBiased = kBiasedNibbles;
     const uint8_t* data;
@@ -146,8 +144,7 @@ struct TileInt4 {
 };
 
 // Doubled E2M1 values plus 12.
-alignas(16) static const int8_t kMxBiasedTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
-                                                      12, 11, 10, 9,  8,  6,  4,  0};
+alignas(16) static const int8_t kMxBiasedTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 struct TileMx {
     static constexpr int kWords = 8;
@@ -186,7 +183,7 @@ struct TileMx {
         const RowInts e = shift_right(sixteen[g % 16 / 4], (int)(g % 4) * 8) & all_rows(255);
         const RowInts above = e + all_rows(1);
         reserved = reserved | above;  // 256 has a bit of its own
-        return floats(larger_of(shift_left(e - all_rows(1), 23), shift_left(above, 21)));
+        return floats(max(shift_left(e - all_rows(1), 23), shift_left(above, 21)));
     }
 #if defined(__AVX512VNNI__)
     // The same for the four groups from g on.
@@ -209,8 +206,7 @@ struct TileMx {
         if (g % 16 == 0) take_exponents<true>(g);
         const __m512i front = _mm512_loadu_si512(x.q + g * kMxGroup);
         const __m512i back = _mm512_loadu_si512(x.q + g * kMxGroup + 64);
-        const __m512i q[2] = {_mm512_shuffle_i64x2(front, back, 0x88),
-                              _mm512_shuffle_i64x2(front, back, 0xdd)};
+        const __m512i q[2] = {_mm512_shuffle_i64x2(front, back, 0x88), _mm512_shuffle_i64x2(front, back, 0xdd)};
         const __m512i bias = _mm512_set1_epi8(12), none = _mm512_setzero_si512();
         // What the bias adds to each word, taken off.
         const __m512i begin =
@@ -291,8 +287,7 @@ K3_INLINE void groups(Tile& tile, const Activations& x, int64_t columns, bool ne
     const int64_t whole = tile.count == kRowBlock ? columns / x.group : 0;
     int64_t g = 0;
     if constexpr (Tile::kTogether > 0) {
-        for (; x.rows == 1 && g + Tile::kTogether <= whole; g += Tile::kTogether)
-            tile.single(g, x, next, total);
+        for (; x.rows == 1 && g + Tile::kTogether <= whole; g += Tile::kTogether) tile.single(g, x, next, total);
     }
     for (; g < whole; ++g) {
         if (next) tile.fetch_next(g);
@@ -328,22 +323,21 @@ bool product(const Activations& x, const Matrix& w, int64_t begin, int64_t end, 
 }
 
 constexpr int32_t bias_of(Encoding encoding) {
-    return encoding == Encoding::INT8   ? (kBiasedBytes ? 128 : 0)
-           : encoding == Encoding::INT4 ? (kBiasedNibbles ? 8 : 0)
+    return encoding == Encoding::int8   ? (kBiasedBytes ? 128 : 0)
+           : encoding == Encoding::int4 ? (kBiasedNibbles ? 8 : 0)
                                         : (kBiasedNibbles ? 12 : 0);
 }
 
 }  // namespace
 
-bool matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y,
-                 int64_t stride) {
+bool matmul_int8(const Activations& x, const Matrix& w, int64_t begin, int64_t end, float* y, int64_t stride) {
     switch (w.encoding) {
-        case Encoding::INT8: return product<TileInt8>(x, w, begin, end, y, stride);
-        case Encoding::INT4: return product<TileInt4>(x, w, begin, end, y, stride);
-        case Encoding::MXFP4: return product<TileMx>(x, w, begin, end, y, stride);
-        case Encoding::BF16:
-        case Encoding::F16:
-        case Encoding::F32: break;  // never asked for: these are multiplied exactly
+        case Encoding::int8: return product<TileInt8>(x, w, begin, end, y, stride);
+        case Encoding::int4: return product<TileInt4>(x, w, begin, end, y, stride);
+        case Encoding::mxfp4: return product<TileMx>(x, w, begin, end, y, stride);
+        case Encoding::bf16:
+        case Encoding::f16:
+        case Encoding::f32: break;  // never asked for: these are multiplied exactly
     }
     return false;
 }
@@ -355,7 +349,7 @@ void finish_groups(int64_t row, int64_t first_group, int64_t count, const Activa
         int32_t sum = 0;
         for (int64_t k = 0; k < x.group; ++k) sum += q[k];
         x.starts[g * x.rows + row] = -bias * sum;
-        if (x.encoding == Encoding::INT8) continue;
+        if (x.encoding == Encoding::int8) continue;
         int8_t odd[kActivationGroup / 2];
         for (int64_t k = 0; k < x.group / 2; ++k) {
             odd[k] = q[2 * k + 1];

@@ -6,8 +6,7 @@ namespace k3 {
 namespace K3_VARIANT {
 
 int64_t probe_dots(int64_t rounds, int32_t* result) {
-    constexpr int kChains =
-        kBiasedBytes ? 12 : 3;  // the product's latency in one, registers in the other case
+    constexpr int kChains = kBiasedBytes ? 12 : 3;  // the product's latency in one, registers in the other case
     constexpr int kTurns = 32;
     RowInts sums[kChains], w[kChains];
     int8_t x[kTurns * 4];
@@ -28,14 +27,14 @@ int64_t probe_dots(int64_t rounds, int32_t* result) {
 
 int32_t probe_read(const uint8_t* p, int64_t bytes) {
     constexpr int kVectors = 4;
-    I16 all[kVectors];
+    I32x16 all[kVectors];
     for (int i = 0; i < kVectors; ++i) all[i] = splat_int(0);
     for (int64_t at = 0; at + (int64_t)sizeof all <= bytes; at += sizeof all) {
-        I16 part[kVectors];
+        I32x16 part[kVectors];
         memcpy(part, p + at, sizeof part);
         for (int i = 0; i < kVectors; ++i) all[i] = all[i] | part[i];
     }
-    return largest((all[0] | all[1]) | (all[2] | all[3]));
+    return reduce_max((all[0] | all[1]) | (all[2] | all[3]));
 }
 
 }  // namespace K3_VARIANT

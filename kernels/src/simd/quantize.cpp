@@ -31,26 +31,26 @@ K3_INLINE float scale_of(int32_t absmax_bits, float limit) {
 constexpr float kRounder = 12582912.0f;
 constexpr int32_t kRounderBits = 0x4b400000;
 
-K3_INLINE I16 quantized(const F16& w, const F16& scale, float low, float high) {
-    const F16 t = at_most(at_least(w / scale, splat(low)), splat(high));
+K3_INLINE I32x16 quantized(const F32x16& w, const F32x16& scale, float low, float high) {
+    const F32x16 t = min(max(w / scale, splat(low)), splat(high));
     return bits(t + splat(kRounder)) - splat_int(kRounderBits);
 }
 
-K3_INLINE I16 magnitude_bits(const F16& w) { return bits(w) & splat_int(0x7fffffff); }
+K3_INLINE I32x16 abs_bits(const F32x16& w) { return bits(w) & splat_int(0x7fffffff); }
 
 // The low byte of each of sixteen lanes.
 #if defined(__AVX512F__)
-K3_INLINE void store_bytes(uint8_t* p, const I16& v) {
+K3_INLINE void store_bytes(uint8_t* p, const I32x16& v) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
 }
 #elif defined(__AVX2__)
-K3_INLINE void store_bytes(uint8_t* p, const I16& v) {
+K3_INLINE void store_bytes(uint8_t* p, const I32x16& v) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.lo, (__m256i)v.hi), 0xd8);
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(low, high));
 }
 #else
-K3_INLINE void store_bytes(uint8_t* p, const I16& v) {
+K3_INLINE void store_bytes(uint8_t* p, const I32x16& v) {
     int32_t lane[kLanes];
     memcpy(lane, &v, sizeof lane);
     for (int i = 0; i < kLanes; ++i) p[i] = (uint8_t)lane[i];
@@ -58,7 +58,7 @@ K3_INLINE void store_bytes(uint8_t* p, const I16& v) {
 #endif
 
 // Sixteen nibbles (one per lane) as eight bytes, even lanes low.
-K3_INLINE void store_nibbles(uint8_t* p, const I16& v) {
+K3_INLINE void store_nibbles(uint8_t* p, const I32x16& v) {
     uint8_t lane[kLanes];
     store_bytes(lane, v);
 #if defined(__AVX2__)
@@ -73,15 +73,14 @@ K3_INLINE void store_nibbles(uint8_t* p, const I16& v) {
 template <class Source>
 bool int8_row(const Source& w, int64_t columns, uint8_t* q, float* scale_out) {
     const int64_t whole = columns / kLanes * kLanes, rest = columns - whole;
-    I16 top = splat_int(0);
-    for (int64_t k = 0; k < whole; k += kLanes) top = larger(top, magnitude_bits(w.at(k)));
-    if (rest) top = larger(top, magnitude_bits(w.first(whole, rest)));
-    const int32_t absmax = largest(top);
+    I32x16 top = splat_int(0);
+    for (int64_t k = 0; k < whole; k += kLanes) top = max(top, abs_bits(w.at(k)));
+    if (rest) top = max(top, abs_bits(w.first(whole, rest)));
+    const int32_t absmax = reduce_max(top);
     if (absmax >= kInfinityBits) return false;
     *scale_out = scale_of(absmax, 127.0f);
-    const F16 scale = splat(*scale_out);
-    for (int64_t k = 0; k < whole; k += kLanes)
-        store_bytes(q + k, quantized(w.at(k), scale, -127.0f, 127.0f));
+    const F32x16 scale = splat(*scale_out);
+    for (int64_t k = 0; k < whole; k += kLanes) store_bytes(q + k, quantized(w.at(k), scale, -127.0f, 127.0f));
     if (rest) {
         uint8_t part[kLanes];
         store_bytes(part, quantized(w.first(whole, rest), scale, -127.0f, 127.0f));
@@ -92,32 +91,30 @@ bool int8_row(const Source& w, int64_t columns, uint8_t* q, float* scale_out) {
 
 template <class Source>
 bool int4_row(const Source& w, int64_t columns, uint8_t* q, float* scales) {
-    const I16 bias = splat_int(8);
+    const I32x16 bias = splat_int(8);
     int64_t start = 0;
     for (; start + kInt4Group <= columns; start += kInt4Group) {
-        const F16 a = w.at(start), b = w.at(start + 16), c = w.at(start + 32), d = w.at(start + 48);
-        const int32_t absmax = largest(larger(larger(magnitude_bits(a), magnitude_bits(b)),
-                                              larger(magnitude_bits(c), magnitude_bits(d))));
+        const F32x16 a = w.at(start), b = w.at(start + 16), c = w.at(start + 32), d = w.at(start + 48);
+        const int32_t absmax = reduce_max(max(max(abs_bits(a), abs_bits(b)), max(abs_bits(c), abs_bits(d))));
         if (absmax >= kInfinityBits) return false;
-        const F16 scale = splat(*scales++ = scale_of(absmax, 7.0f));
+        const F32x16 scale = splat(*scales++ = scale_of(absmax, 7.0f));
         store_nibbles(q + start / 2, quantized(a, scale, -8.0f, 7.0f) + bias);
         store_nibbles(q + start / 2 + 8, quantized(b, scale, -8.0f, 7.0f) + bias);
         store_nibbles(q + start / 2 + 16, quantized(c, scale, -8.0f, 7.0f) + bias);
         store_nibbles(q + start / 2 + 24, quantized(d, scale, -8.0f, 7.0f) + bias);
     }
     if (start == columns) return true;
-    I16 top = splat_int(0);
+    I32x16 top = splat_int(0);
     for (int64_t k = start; k < columns; k += kLanes) {
-        top = larger(top, magnitude_bits(columns - k < kLanes ? w.first(k, columns - k) : w.at(k)));
+        top = max(top, abs_bits(columns - k < kLanes ? w.first(k, columns - k) : w.at(k)));
     }
-    const int32_t absmax = largest(top);
+    const int32_t absmax = reduce_max(top);
     if (absmax >= kInfinityBits) return false;
-    const F16 scale = splat(*scales = scale_of(absmax, 7.0f));
+    const F32x16 scale = splat(*scales = scale_of(absmax, 7.0f));
     for (int64_t k = start; k < columns; k += kLanes) {
         const int64_t count = columns - k < kLanes ? columns - k : kLanes;
         uint8_t part[kLanes / 2];
-        store_nibbles(part,
-                      quantized(count < kLanes ? w.first(k, count) : w.at(k), scale, -8.0f, 7.0f) + bias);
+        store_nibbles(part, quantized(count < kLanes ? w.first(k, count) : w.at(k), scale, -8.0f, 7.0f) + bias);
         memcpy(q + k / 2, part, (count + 1) / 2);
     }
     return true;
@@ -136,8 +133,8 @@ bool rows_from(const Rows& w, int64_t begin, int64_t end, const Row& row) {
 
 template <class Row>
 bool rows(const Rows& w, int64_t begin, int64_t end, const Row& row) {
-    if (w.encoding == Encoding::BF16) return rows_from<SourceBf16>(w, begin, end, row);
-    if (w.encoding == Encoding::F16) return rows_from<SourceF16>(w, begin, end, row);
+    if (w.encoding == Encoding::bf16) return rows_from<SourceBf16>(w, begin, end, row);
+    if (w.encoding == Encoding::f16) return rows_from<SourceF16>(w, begin, end, row);
     return rows_from<SourceF32>(w, begin, end, row);
 }
 
@@ -158,20 +155,19 @@ bool quantize_int4(const Rows& w, int64_t begin, int64_t end, uint8_t* q, float*
     return rows(w, begin, end, row);
 }
 
-bool quantize_groups(const float* x, int64_t columns, int64_t row, int64_t first_group,
-                     const Activations& out) {
+bool quantize_groups(const float* x, int64_t columns, int64_t row, int64_t first_group, const Activations& out) {
     for (int64_t start = 0, g = first_group; start < columns; start += out.group, ++g) {
         const int64_t count = columns - start < out.group ? columns - start : out.group;
         int8_t* q = out.q + (g * out.rows + row) * out.group;
-        I16 top = splat_int(0);
+        I32x16 top = splat_int(0);
         for (int64_t k = 0; k < count; k += kLanes) {
-            top = larger(top, magnitude_bits(load_some(x + start + k, count - k)));
+            top = max(top, abs_bits(load_some(x + start + k, count - k)));
         }
-        const int32_t absmax = largest(top);
+        const int32_t absmax = reduce_max(top);
         if (absmax >= kInfinityBits) return false;
-        const F16 scale = splat(out.scales[g * out.rows + row] = scale_of(absmax, 127.0f));
+        const F32x16 scale = splat(out.scales[g * out.rows + row] = scale_of(absmax, 127.0f));
         for (int64_t k = 0; k < out.group; k += kLanes) {
-            const F16 part = k < count ? load_some(x + start + k, count - k) : splat(0.0f);
+            const F32x16 part = k < count ? load_some(x + start + k, count - k) : splat(0.0f);
             store_bytes((uint8_t*)q + k, quantized(part, scale, -127.0f, 127.0f));
         }
     }

@@ -11,14 +11,14 @@ namespace {
 
 template <class Term>
 K3_INLINE float lane_sum(int64_t columns, const Term& term) {
-    F16 lanes = splat(0.0f);
+    F32x16 lanes = splat(0.0f);
     for (int64_t k = 0; k < columns; k += kLanes) lanes = lanes + term(k, columns - k);
     return sum(lanes);
 }
 
 K3_INLINE float square_sum(const float* x, int64_t columns) {
     return lane_sum(columns, [&](int64_t k, int64_t left) {
-        const F16 v = load_some(x + k, left);
+        const F32x16 v = load_some(x + k, left);
         return v * v;
     });
 }
@@ -34,11 +34,10 @@ K3_INLINE void each(int64_t count, float* y, const Function& function) {
 
 }  // namespace
 
-void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps,
-              float* y) {
+void rms_norm(const float* x, int64_t begin, int64_t end, int64_t columns, const float* w, float eps, float* y) {
     for (int64_t r = begin; r < end; ++r) {
         const float* row = x + r * columns;
-        const F16 factor = splat(inverse_rms(row, columns, eps));
+        const F32x16 factor = splat(inverse_rms(row, columns, eps));
         each(columns, y + r * columns, [&](int64_t k, int64_t left) {
             return load_some(w + k, left) * (load_some(row + k, left) * factor);
         });
@@ -51,34 +50,32 @@ void softmax(const float* x, int64_t begin, int64_t end, int64_t columns, float*
         float* out = y + r * columns;
         float top = row[0];
         for (int64_t k = 1; k < columns; ++k) top = row[k] > top ? row[k] : top;
-        each(columns, out,
-             [&](int64_t k, int64_t left) { return exp16(load_some(row + k, left) - splat(top)); });
-        const F16 total =
+        each(columns, out, [&](int64_t k, int64_t left) { return exp16(load_some(row + k, left) - splat(top)); });
+        const F32x16 total =
             splat(lane_sum(columns, [&](int64_t k, int64_t left) { return load_some(out + k, left); }));
         each(columns, out, [&](int64_t k, int64_t left) { return load_some(out + k, left) / total; });
     }
 }
 
 void gated(const float* x, const float* gate, int64_t count, float* y) {
-    each(count, y,
-         [&](int64_t k, int64_t n) { return load_some(x + k, n) * sigmoid16(load_some(gate + k, n)); });
+    each(count, y, [&](int64_t k, int64_t n) { return load_some(x + k, n) * sigmoid16(load_some(gate + k, n)); });
 }
 
 void elementwise(Function function, const float* x, int64_t count, float* y) {
     switch (function) {
-        case Function::EXP:
+        case Function::exp:
             return each(count, y, [&](int64_t k, int64_t n) { return exp16(load_some(x + k, n)); });
-        case Function::TANH:
+        case Function::tanh:
             return each(count, y, [&](int64_t k, int64_t n) { return tanh16(load_some(x + k, n)); });
-        case Function::SIGMOID:
+        case Function::sigmoid:
             return each(count, y, [&](int64_t k, int64_t n) { return sigmoid16(load_some(x + k, n)); });
-        case Function::SILU:
+        case Function::silu:
             return each(count, y, [&](int64_t k, int64_t n) { return silu16(load_some(x + k, n)); });
     }
 }
 
 void situ(const float* gate, const float* up, int64_t count, float beta, float linear_beta, float* y) {
-    const F16 b = splat(beta), l = splat(linear_beta);
+    const F32x16 b = splat(beta), l = splat(linear_beta);
     each(count, y,
          [&](int64_t k, int64_t n) { return situ16(load_some(gate + k, n), load_some(up + k, n), b, l); });
 }
@@ -90,7 +87,7 @@ void residual_mix(const float* const* entries, int count, int64_t begin, int64_t
         float top = 0.0f, total = 0.0f;
         for (int j = 0; j < count; ++j) {
             const float* row = entries[j] + r * columns;
-            const F16 factor = splat(inverse_rms(row, columns, eps));
+            const F32x16 factor = splat(inverse_rms(row, columns, eps));
             share[j] = lane_sum(columns, [&](int64_t k, int64_t left) {
                 return (load_some(row + k, left) * factor) * load_some(weight + k, left);
             });
@@ -102,7 +99,7 @@ void residual_mix(const float* const* entries, int count, int64_t begin, int64_t
         }
         for (int j = 0; j < count; ++j) share[j] = share[j] / total;
         each(columns, y + r * columns, [&](int64_t k, int64_t left) {
-            F16 mixed = splat(share[0]) * load_some(entries[0] + r * columns + k, left);
+            F32x16 mixed = splat(share[0]) * load_some(entries[0] + r * columns + k, left);
             for (int j = 1; j < count; ++j) {
                 mixed = mixed + splat(share[j]) * load_some(entries[j] + r * columns + k, left);
             }

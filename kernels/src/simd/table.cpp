@@ -26,7 +26,7 @@ const Kernels table = {
     weighted_sum,
     add_weighted,
     scores,
-    greatest,
+    reduce_max,
     widen,
     exp_shifted,
     probe_dots,

@@ -21,8 +21,8 @@ namespace k3 {
 namespace K3_VARIANT {
 
 #if defined(__AVX512VNNI__)
-typedef I16 RowInts;
-typedef F16 RowFloats;
+typedef I32x16 RowInts;
+typedef F32x16 RowFloats;
 #elif defined(__AVX2__)
 typedef Pair<i32x8> RowInts;  // AVX-512 without VNNI too: it has no byte multiplication better than AVX2's
 typedef Pair<f32x8> RowFloats;
@@ -48,25 +48,24 @@ K3_INLINE __m512i rows4(const uint8_t* p, int64_t stride) {  // rows 0, 4, 8 and
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i*)(p + 8 * stride)), 2);
     return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i*)(p + 12 * stride)), 3);
 }
-K3_INLINE void take4(const uint8_t* p, int64_t stride, I16* out) {
+K3_INLINE void take4(const uint8_t* p, int64_t stride, I32x16* out) {
     const __m512i a = rows4(p, stride), b = rows4(p + stride, stride), c = rows4(p + 2 * stride, stride),
                   d = rows4(p + 3 * stride, stride);
     const __m512i ab0 = _mm512_unpacklo_epi32(a, b), ab1 = _mm512_unpackhi_epi32(a, b);
     const __m512i cd0 = _mm512_unpacklo_epi32(c, d), cd1 = _mm512_unpackhi_epi32(c, d);
-    out[0] = (I16)_mm512_unpacklo_epi64(ab0, cd0);
-    out[1] = (I16)_mm512_unpackhi_epi64(ab0, cd0);
-    out[2] = (I16)_mm512_unpacklo_epi64(ab1, cd1);
-    out[3] = (I16)_mm512_unpackhi_epi64(ab1, cd1);
+    out[0] = (I32x16)_mm512_unpacklo_epi64(ab0, cd0);
+    out[1] = (I32x16)_mm512_unpackhi_epi64(ab0, cd0);
+    out[2] = (I32x16)_mm512_unpacklo_epi64(ab1, cd1);
+    out[3] = (I32x16)_mm512_unpackhi_epi64(ab1, cd1);
 }
-K3_INLINE I16 dot(const I16& sums, const I16& w, const I16& x) {
-    return (I16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
+K3_INLINE I32x16 dot(const I32x16& sums, const I32x16& w, const I32x16& x) {
+    return (I32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
 }
-K3_INLINE I16 dot_small(const I16& sums, const I16& w, const I16& x) { return dot(sums, w, x); }
-K3_INLINE I16 looked_up(const int8_t* table, const I16& n) {
-    return (I16)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)),
-                                    (__m512i)n);
+K3_INLINE I32x16 dot_small(const I32x16& sums, const I32x16& w, const I32x16& x) { return dot(sums, w, x); }
+K3_INLINE I32x16 looked_up(const int8_t* table, const I32x16& n) {
+    return (I32x16)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)n);
 }
-K3_INLINE F16 to_floats(const I16& v) { return (F16)_mm512_cvtepi32_ps((__m512i)v); }
+K3_INLINE F32x16 to_floats(const I32x16& v) { return (F32x16)_mm512_cvtepi32_ps((__m512i)v); }
 
 // Lane r: the sum of all lanes of v[r].
 K3_INLINE __m512i halves(__m512i a, __m512i b) {  // a's 128-bit quarters 0+2, 1+3, then b's
@@ -79,18 +78,15 @@ K3_INLINE __m512i quarters(const __m512i* v) {  // four words each of rows 0, 4,
 K3_INLINE __m512i pairs(__m512i a, __m512i b) {
     return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
-K3_INLINE I16 totals(const __m512i* v) {
+K3_INLINE I32x16 totals(const __m512i* v) {
     const __m512i a = pairs(quarters(v), quarters(v + 1)), b = pairs(quarters(v + 2), quarters(v + 3));
-    return (I16)_mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    return (I32x16)_mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
 }
-K3_INLINE I16 larger_of(const I16& a, const I16& b) { return (I16)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 
 // Quarter i of v[j] becomes quarter j of out[i].
 K3_INLINE void transpose_quarters(const __m512i* v, __m512i* out) {
-    const __m512i ab01 = _mm512_shuffle_i64x2(v[0], v[1], 0x44),
-                  ab23 = _mm512_shuffle_i64x2(v[0], v[1], 0xee);
-    const __m512i cd01 = _mm512_shuffle_i64x2(v[2], v[3], 0x44),
-                  cd23 = _mm512_shuffle_i64x2(v[2], v[3], 0xee);
+    const __m512i ab01 = _mm512_shuffle_i64x2(v[0], v[1], 0x44), ab23 = _mm512_shuffle_i64x2(v[0], v[1], 0xee);
+    const __m512i cd01 = _mm512_shuffle_i64x2(v[2], v[3], 0x44), cd23 = _mm512_shuffle_i64x2(v[2], v[3], 0xee);
     out[0] = _mm512_shuffle_i64x2(ab01, cd01, 0x88);
     out[1] = _mm512_shuffle_i64x2(ab01, cd01, 0xdd);
     out[2] = _mm512_shuffle_i64x2(ab23, cd23, 0x88);
@@ -130,8 +126,8 @@ K3_INLINE i32x8 add_pairs(const i32x8& sums, __m256i products) {
 }
 // |w| <= 128, |x| <= 127, so pairs of products stay below 2^15.
 K3_INLINE i32x8 dot(const i32x8& sums, const i32x8& w, const i32x8& x) {
-    return add_pairs(
-        sums, _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)x, (__m256i)w)));
+    return add_pairs(sums,
+                     _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)x, (__m256i)w)));
 }
 K3_INLINE i32x8 dot_small(const i32x8& sums, const i32x8& w, const i32x8& x) {
     return add_pairs(sums, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
@@ -142,9 +138,6 @@ K3_INLINE i32x8 looked_up(const int8_t* table, const i32x8& n) {
                                       (__m256i)n);
 }
 K3_INLINE f32x8 to_floats(const i32x8& v) { return (f32x8)_mm256_cvtepi32_ps((__m256i)v); }
-K3_INLINE i32x8 larger_of(const i32x8& a, const i32x8& b) {
-    return (i32x8)_mm256_max_epi32((__m256i)a, (__m256i)b);
-}
 #else
 K3_INLINE void take4(const uint8_t* p, int64_t stride, i32x4* out) {
     i32x4 a, b, c, d;
@@ -203,7 +196,6 @@ K3_INLINE i32x4 looked_up(const int8_t* table, const i32x4& nibbles) {
 }
 #endif
 K3_INLINE f32x4 to_floats(const i32x4& v) { return __builtin_convertvector(v, f32x4); }
-K3_INLINE i32x4 larger_of(const i32x4& a, const i32x4& b) { return choose(greater(a, b), a, b); }
 #endif
 
 // The same on pairs.
@@ -231,10 +223,6 @@ template <class V>
 K3_INLINE auto to_floats(const Pair<V>& v) -> Pair<decltype(to_floats(v.lo))> {
     return {to_floats(v.lo), to_floats(v.hi)};
 }
-template <class V>
-K3_INLINE Pair<V> larger_of(const Pair<V>& a, const Pair<V>& b) {
-    return {larger_of(a.lo, b.lo), larger_of(a.hi, b.hi)};
-}
 
 K3_INLINE RowInts all_rows(int32_t word) {
     RowInts v;
@@ -261,8 +249,7 @@ K3_INLINE RowFloats load_rows(const float* p) {
 // rows and the bytes exist; otherwise only the first `count` rows and bytes before `length` do, and the rest
 // is 0.
 template <bool kWhole>
-K3_INLINE void take(const uint8_t* p, int64_t stride, int64_t at, int64_t count, int64_t length,
-                    RowInts* out) {
+K3_INLINE void take(const uint8_t* p, int64_t stride, int64_t at, int64_t count, int64_t length, RowInts* out) {
     if (kWhole) return take4(p + at, stride, out);
     uint8_t part[kRowBlock * 16] = {};
     const int64_t bytes = length - at < 16 ? length - at : 16;
