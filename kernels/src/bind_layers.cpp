@@ -34,10 +34,29 @@ void bind_kda_heads(const In<float>& q, const In<float>& k, const In<float>& v, 
     require(norm, "norm", {dim});
     require(out, "out", {tokens, width});
     unlocked([&] {
-        kda_heads(
-            {q.data(),     k.data(),       v.data(),    f.data(),       b.data(),      g.data(),   conv.data(),
-             a_log.data(), dt_bias.data(), norm.data(), windows.data(), memory.data(), out.data(), lower_bound,
-             l2_eps,       query_scale,    norm_eps,    tokens,         heads,         dim,        taps});
+        kda_heads({
+            .q = q.data(),
+            .k = k.data(),
+            .v = v.data(),
+            .f = f.data(),
+            .b = b.data(),
+            .g = g.data(),
+            .conv = conv.data(),
+            .a_log = a_log.data(),
+            .dt_bias = dt_bias.data(),
+            .norm = norm.data(),
+            .windows = windows.data(),
+            .memory = memory.data(),
+            .out = out.data(),
+            .lower_bound = lower_bound,
+            .l2_eps = l2_eps,
+            .query_scale = query_scale,
+            .norm_eps = norm_eps,
+            .tokens = tokens,
+            .heads = heads,
+            .dim = dim,
+            .taps = taps,
+        });
     });
 }
 
@@ -54,8 +73,14 @@ void bind_latent_attention(const In<float>& q_latent, const In<float>& q_rope, c
                            const AnyIn& rope, float scale, const Out<float>& out) {
     const CacheType type = cache_type(latent, "latent");
     if (cache_type(rope, "rope") != type) throw nb::type_error("latent and rope caches differ in type");
-    const LatentCache cache = {type,           latent.data(), rope.data(), extent(latent, 0), extent(latent, 1),
-                               extent(rope, 1)};
+    const LatentCache cache = {
+        .type = type,
+        .latent = latent.data(),
+        .rope = rope.data(),
+        .rows = extent(latent, 0),
+        .latent_width = extent(latent, 1),
+        .rope_width = extent(rope, 1),
+    };
     require(q_latent, "q_latent", {-1, -1, cache.latent_width});
     const int64_t tokens = extent(q_latent, 0), heads = extent(q_latent, 1);
     require(q_rope, "q_rope", {tokens, heads, cache.rope_width});

@@ -131,36 +131,50 @@ Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, con
     };
     if (encoding == "bf16") {
         require(data, "data", {rows, columns});
-        return {Encoding::bf16, rows, columns, typed<uint16_t>(data, "data"), nullptr, nullptr};
+        return {
+            .encoding = Encoding::bf16, .rows = rows, .columns = columns, .data = typed<uint16_t>(data, "data")};
     }
     if (encoding == "f16") {
         require(data, "data", {rows, columns});
         if (!is_half(data)) throw nb::type_error("data has the wrong dtype");
-        return {Encoding::f16, rows, columns, data.data(), nullptr, nullptr};
+        return {.encoding = Encoding::f16, .rows = rows, .columns = columns, .data = data.data()};
     }
     if (encoding == "f32") {
         require(data, "data", {rows, columns});
-        return {Encoding::f32, rows, columns, typed<float>(data, "data"), nullptr, nullptr};
+        return {.encoding = Encoding::f32, .rows = rows, .columns = columns, .data = typed<float>(data, "data")};
     }
     if (encoding == "int8") {
         require(data, "data", {rows, columns});
-        return {Encoding::int8, rows, columns, typed<uint8_t>(data, "data"), floats({rows}), nullptr};
+        return {
+            .encoding = Encoding::int8,
+            .rows = rows,
+            .columns = columns,
+            .data = typed<uint8_t>(data, "data"),
+            .scales = floats({rows}),
+        };
     }
     if (encoding == "int4") {
         require(data, "data", {rows, ceil_div(columns, 2)});
-        return {Encoding::int4,
-                rows,
-                columns,
-                typed<uint8_t>(data, "data"),
-                floats({rows, ceil_div(columns, kInt4Group)}),
-                nullptr};
+        return {
+            .encoding = Encoding::int4,
+            .rows = rows,
+            .columns = columns,
+            .data = typed<uint8_t>(data, "data"),
+            .scales = floats({rows, ceil_div(columns, kInt4Group)}),
+        };
     }
     if (encoding == "mxfp4") {
         if (columns % kMxGroup != 0) throw nb::value_error("MXFP4 columns must be a multiple of 32");
         require(data, "data", {rows, columns / 2});
         const auto array = nb::cast<In<uint8_t>>(scales);
         require(array, "scales", {rows, columns / kMxGroup});
-        return {Encoding::mxfp4, rows, columns, typed<uint8_t>(data, "data"), nullptr, array.data()};
+        return {
+            .encoding = Encoding::mxfp4,
+            .rows = rows,
+            .columns = columns,
+            .data = typed<uint8_t>(data, "data"),
+            .exponents = array.data(),
+        };
     }
     throw nb::value_error(("unknown encoding " + encoding).c_str());
 }

@@ -95,15 +95,26 @@ Matrix part_of(const In<uint8_t>& payload, const Part& part, const char* name) {
                        packed >= 0 && packed <= size - rows * (columns / 2) && scale >= 0 &&
                        scale <= size - rows * (columns / kMxGroup);
     if (!sound) throw nb::value_error((std::string(name) + " does not lie inside the payload").c_str());
-    return {Encoding::mxfp4, rows, columns, payload.data() + packed, nullptr, payload.data() + scale};
+    return {
+        .encoding = Encoding::mxfp4,
+        .rows = rows,
+        .columns = columns,
+        .data = payload.data() + packed,
+        .exponents = payload.data() + scale,
+    };
 }
 
 // None; ("w1" | "w2" | "w3", row, group) of a reserved scale byte; ("input" | "hidden", row, column, value).
 nb::object bind_expert_forward(const In<float>& z, const In<uint8_t>& payload, const Part& w1, const Part& w2,
                                const Part& w3, float beta, float linear_beta, bool exact, const Out<float>& y) {
     require(payload, "payload", {-1});
-    const Expert expert = {part_of(payload, w1, "w1"), part_of(payload, w2, "w2"), part_of(payload, w3, "w3"),
-                           beta, linear_beta};
+    const Expert expert = {
+        .w1 = part_of(payload, w1, "w1"),
+        .w2 = part_of(payload, w2, "w2"),
+        .w3 = part_of(payload, w3, "w3"),
+        .beta = beta,
+        .linear_beta = linear_beta,
+    };
     if (expert.w3.rows != expert.w1.rows || expert.w3.columns != expert.w1.columns ||
         expert.w2.columns != expert.w1.rows) {
         throw nb::value_error("w1, w2 and w3 do not fit together");

@@ -84,10 +84,19 @@ void score(const Attention& a, int64_t token, int64_t head, int64_t heads, int64
     float* own_latent = thread_floats<OfLatent>(static_cast<size_t>(kScoreRows * latent));
     float* own_rope = thread_floats<OfRope>(static_cast<size_t>(kScoreRows * rope));
     const int64_t count = end - begin;
-    kernels().scores({a.q_latent + row * latent, a.q_rope + row * rope,
-                      floats_of(a.cache, a.cache.latent, latent, begin, count, 0, latent, own_latent),
-                      floats_of(a.cache, a.cache.rope, rope, begin, count, 0, rope, own_rope), heads, count,
-                      latent, rope, a.scale, a.scores + row * a.stride + begin, a.stride});
+    kernels().scores({
+        .q_latent = a.q_latent + row * latent,
+        .q_rope = a.q_rope + row * rope,
+        .latent = floats_of(a.cache, a.cache.latent, latent, begin, count, 0, latent, own_latent),
+        .rope = floats_of(a.cache, a.cache.rope, rope, begin, count, 0, rope, own_rope),
+        .heads = heads,
+        .rows = count,
+        .latent_width = latent,
+        .rope_width = rope,
+        .scale = a.scale,
+        .out = a.scores + row * a.stride + begin,
+        .out_stride = a.stride,
+    });
 }
 
 // The scores of one (token, head) become exponentials, and these are added up.
@@ -168,9 +177,19 @@ void latent_attention(const float* q_latent, const float* q_rope, int64_t tokens
     float* held = thread_floats<OfCall>(static_cast<size_t>(together * heads * (stride + 1)));
     for (int64_t token = 0; token < tokens; token += together) {
         const int64_t row = token * heads;
-        attend({q_latent + row * cache.latent_width, q_rope + row * cache.rope_width,
-                std::min(together, tokens - token), heads, cache, cache.rows - tokens + 1 + token, scale, held,
-                held + together * heads * stride, stride, out + row * cache.latent_width});
+        attend({
+            .q_latent = q_latent + row * cache.latent_width,
+            .q_rope = q_rope + row * cache.rope_width,
+            .tokens = std::min(together, tokens - token),
+            .heads = heads,
+            .cache = cache,
+            .first = cache.rows - tokens + 1 + token,
+            .scale = scale,
+            .scores = held,
+            .totals = held + together * heads * stride,
+            .stride = stride,
+            .out = out + row * cache.latent_width,
+        });
     }
 }
 

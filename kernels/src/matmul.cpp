@@ -26,7 +26,15 @@ void QuantizedRows::shape(Encoding encoding, int64_t rows, int64_t columns) {
     q_.resize(std::max(q_.size(), static_cast<size_t>(rows * groups * group)));
     scales_.resize(std::max(scales_.size(), static_cast<size_t>(rows * groups)));
     starts_.resize(scales_.size());
-    view_ = {encoding, rows, groups, group, q_.data(), scales_.data(), starts_.data()};
+    view_ = {
+        .encoding = encoding,
+        .rows = rows,
+        .groups = groups,
+        .group = group,
+        .q = q_.data(),
+        .scales = scales_.data(),
+        .starts = starts_.data(),
+    };
 }
 
 NonFinite QuantizedRows::fill(const Kernels& variant, Encoding encoding, const float* x, int64_t rows,

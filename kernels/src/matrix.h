@@ -11,28 +11,28 @@ constexpr int64_t kInt4Group = 64;        // columns that share a scale in INT4
 constexpr int64_t kMxGroup = 32;          // columns that share a scale byte in MXFP4
 constexpr int64_t kActivationGroup = 64;  // columns that share an activation scale (INT8 and INT4 weights)
 constexpr int64_t kRowTile = 4;           // weight rows that are multiplied together in float32
-constexpr int64_t kRowBlock = 16;  // weight rows that are multiplied together as integers, and decoded together
+constexpr int64_t kRowBlock = 16;         // weight rows that are multiplied as integers or decoded together
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A weight matrix [rows, columns], row-major.
-//   BF16   data uint16 [rows, columns]
-//   F16    data uint16 [rows, columns], patterns of binary16
-//   F32    data float [rows, columns]
-//   INT8   data int8 [rows, columns], scales float [rows]
-//   INT4   data uint8 [rows, ceil(columns / 2)], biased by 8, low nibble first; scales float [rows,
-//   ceil(columns / 64)] MXFP4  data uint8 [rows, columns / 2], low nibble first; exponents uint8 [rows,
-//   columns / 32]
+//   bf16   data uint16 [rows, columns]
+//   f16    data uint16 [rows, columns], patterns of binary16
+//   f32    data float [rows, columns]
+//   int8   data int8 [rows, columns], scales float [rows]
+//   int4   data uint8 [rows, ceil(columns / 2)], biased by 8, low nibble first;
+//          scales float [rows, ceil(columns / 64)]
+//   mxfp4  data uint8 [rows, columns / 2], low nibble first; exponents uint8 [rows, columns / 32]
 struct Matrix {
     Encoding encoding;
     int64_t rows;
     int64_t columns;
     const void* data;
-    const float* scales;
-    const uint8_t* exponents;
+    const float* scales = nullptr;
+    const uint8_t* exponents = nullptr;
 };
 
-// Rows to be quantized: BF16, F16 or F32.
+// Rows to be quantized: bf16, f16 or f32.
 struct Rows {
     Encoding encoding;
     int64_t columns;

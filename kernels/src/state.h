@@ -31,7 +31,7 @@ constexpr int64_t kda_scratch(int64_t dim) {
     return 5 * kKdaTokens * ((dim + 15) / 16 * 16) + kKdaBlock * 16 * dim;
 }
 
-// A latent cache: per position a latent and the columns that all heads share, both of one type. BF16 and F16
+// A latent cache: per position a latent and the columns that all heads share, both of one type. bf16 and f16
 // are bit patterns, uint16.
 enum class CacheType : int { f32, bf16, f16 };
 struct LatentCache {

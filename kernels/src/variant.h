@@ -66,9 +66,9 @@ struct Kernels {
     void (*add_weighted)(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride,
                          int64_t count, int64_t columns, float* out, int64_t out_stride);
     void (*scores)(const Scores& s);
-    // The largest of count > 0 numbers; any, if one is NaN.
+    // The greatest of count > 0 numbers; any, if one is NaN.
     float (*reduce_max)(const float* x, int64_t count);
-    void (*widen)(CacheType type, const void* from, int64_t count, float* to);  // BF16 or F16
+    void (*widen)(CacheType type, const void* from, int64_t count, float* to);  // bf16 or f16
     // scores = exp(scores - top); returns their sum.
     float (*exp_shifted)(float* scores, int64_t count, float top);
 

@@ -80,7 +80,7 @@ public:
         static const std::map<std::string, Encoding> encodings = {
             {"bf16", Encoding::bf16}, {"f16", Encoding::f16},   {"f32", Encoding::f32},
             {"int8", Encoding::int8}, {"int4", Encoding::int4}, {"mxfp4", Encoding::mxfp4}};
-        Matrix w = {encodings.at(text()), rows, columns, array<char>(), nullptr, nullptr};
+        Matrix w = {.encoding = encodings.at(text()), .rows = rows, .columns = columns, .data = array<char>()};
         const char* scales = array<char>();
         if (w.encoding == Encoding::mxfp4)
             w.exponents = reinterpret_cast<const uint8_t*>(scales);
@@ -154,7 +154,13 @@ std::string function(Call& c) {
 Matrix part_of(Call& c, const uint8_t* payload) {
     if (c.number() != 4) fail("a part is four numbers");
     const int64_t packed = c.number(), scale = c.number(), rows = c.number(), columns = c.number();
-    return {Encoding::mxfp4, rows, columns, payload + packed, nullptr, payload + scale};
+    return {
+        .encoding = Encoding::mxfp4,
+        .rows = rows,
+        .columns = columns,
+        .data = payload + packed,
+        .exponents = payload + scale,
+    };
 }
 
 std::string expert(Call& c) {
@@ -200,7 +206,13 @@ std::string attended(Call& c) {
                            : latent.word == "float16" ? CacheType::f16
                                                       : CacheType::bf16;
     const LatentCache cache = {
-        type, latent.block.get(), rope.block.get(), latent.shape[0], latent.shape[1], rope.shape[1]};
+        .type = type,
+        .latent = latent.block.get(),
+        .rope = rope.block.get(),
+        .rows = latent.shape[0],
+        .latent_width = latent.shape[1],
+        .rope_width = rope.shape[1],
+    };
     const float scale = c.real();
     latent_attention(q_latent, q_rope, tokens, heads, cache, scale, c.floats());
     return "-";

@@ -185,7 +185,7 @@ void weighted_sum(const float* p, int64_t rows, int64_t p_stride, const Matrix& 
 
 void add_weighted(const float* p, int64_t rows, int64_t p_stride, const float* w, int64_t w_stride, int64_t count,
                   int64_t columns, float* out, int64_t out_stride) {
-    const Matrix m = {Encoding::f32, count, w_stride, w, nullptr, nullptr};
+    const Matrix m = {.encoding = Encoding::f32, .rows = count, .columns = w_stride, .data = w};
     all<true, SourceF32>(p, rows, p_stride, m, 0, count, 0, columns, 0, out, out_stride);
 }
 

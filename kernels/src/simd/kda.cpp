@@ -24,8 +24,14 @@ struct Tile {
 K3_INLINE Tile tile_in(float* scratch, int64_t dim) {
     const int64_t stride = padded(dim), size = kKdaTokens * stride;
     return {
-        scratch, scratch + size, scratch + 2 * size, scratch + 3 * size, scratch + 4 * size, scratch + 5 * size,
-        stride};
+        .q = scratch,
+        .k = scratch + size,
+        .v = scratch + 2 * size,
+        .decay = scratch + 3 * size,
+        .read = scratch + 4 * size,
+        .block = scratch + 5 * size,
+        .stride = stride,
+    };
 }
 
 // Convolution and SiLU of `count` tokens from `first` of one stream (0 q, 1 k, 2 v); its window moves on.
@@ -128,7 +134,7 @@ K3_INLINE void write(const Block<N>& b, const float* k, const float* q, const F3
 // The delta rule of `count` tokens for N registers of columns from j; beta [count].
 template <int N, bool Whole>
 void delta_block(const Tile& tile, float* memory, int64_t dim, int64_t j, const float* beta, int64_t count) {
-    const Block<N> b = {memory + j, tile.block, dim, dim - j};
+    const Block<N> b = {.memory = memory + j, .block = tile.block, .dim = dim, .width = dim - j};
     for (int64_t t = 0; t < count; ++t) {
         const int64_t row = t * tile.stride;
         const float *q = tile.q + row, *k = tile.k + row, *decay = tile.decay + row;

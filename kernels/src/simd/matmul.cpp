@@ -110,8 +110,12 @@ void product_decoded(const float* x, int64_t rows, const Matrix& w, int64_t begi
                      float* scratch) {
     for (int64_t r = begin; r < end; r += kRowBlock) {
         const int64_t count = end - r < kRowBlock ? end - r : kRowBlock;
-        const Matrix block = {Encoding::f32, w.rows, w.columns, decoded<Source>(w, r, count, scratch),
-                              nullptr,       nullptr};
+        const Matrix block = {
+            .encoding = Encoding::f32,
+            .rows = w.rows,
+            .columns = w.columns,
+            .data = decoded<Source>(w, r, count, scratch),
+        };
         for (int64_t s = 0; s < rows; s += kXTile) {
             const int64_t some = rows - s < kXTile ? rows - s : kXTile;
             product_direct<SourceF32>(x + s * w.columns, some, block, 0, count, y + s * w.rows + r);

@@ -122,7 +122,7 @@ bool int4_row(const Source& w, int64_t columns, uint8_t* q, float* scales) {
 
 template <class Source, class Row>
 bool rows_from(const Rows& w, int64_t begin, int64_t end, const Row& row) {
-    const Matrix view = {w.encoding, 0, w.columns, w.data, nullptr, nullptr};
+    const Matrix view = {.encoding = w.encoding, .rows = 0, .columns = w.columns, .data = w.data};
     Source source;
     for (int64_t r = begin; r < end; ++r) {
         source_of(source, view, r);
