@@ -148,7 +148,8 @@ void attend(const Attention& a) {
     });
     // All heads in one piece read the cache once; more pieces than that only where threads would have none.
     const int64_t width = a.cache.latent_width, parts = ceil_div(width, kSumColumns);
-    const int64_t cuts = std::min(ceil_div(a.heads, kSumHeads), ceil_div(2 * get_threads(), a.tokens * parts));
+    const int64_t cuts =
+        std::min(ceil_div(a.heads, kSumHeads), ceil_div(int64_t{2} * get_threads(), a.tokens * parts));
     const int64_t heads = ceil_div(ceil_div(a.heads, cuts), kSumHeads) * kSumHeads;
     const int64_t pieces = ceil_div(a.heads, heads);
     parallel_for(a.tokens * parts * pieces, 1, [&](int64_t begin, int64_t end) {

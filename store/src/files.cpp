@@ -92,7 +92,7 @@ std::shared_ptr<OpenFile> Files::open(uint32_t file) {
             ++again.version;
         }
         open->version = again.version;
-        again.open = open;
+        again.open = std::move(open);
         again.at = order_.insert(order_.end(), file);
         close_beyond(limit_);
     }

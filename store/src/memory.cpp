@@ -10,9 +10,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cinttypes>
-#include <cstdio>
 #include <fstream>
+#include <sstream>
+#include <string>
 #include <utility>
 
 #include "layout.h"
@@ -144,8 +144,10 @@ namespace {
 uint64_t available_bytes() {
     std::ifstream file("/proc/meminfo");
     for (std::string line; std::getline(file, line);) {
+        std::istringstream fields(line);
+        std::string name;
         uint64_t kilobytes;
-        if (std::sscanf(line.c_str(), "MemAvailable: %" SCNu64 " kB", &kilobytes) == 1) return kilobytes * 1024;
+        if (fields >> name >> kilobytes && name == "MemAvailable:") return kilobytes * 1024;
     }
     return UINT64_MAX;
 }

@@ -232,7 +232,7 @@ std::atomic<const Variant*>& chosen() {
 
 uint64_t merge(const uint64_t* acc, const uint8_t* secret, uint64_t start) {
     uint64_t result = start;
-    for (int i = 0; i < 4; ++i) {
+    for (size_t i = 0; i < 4; ++i) {
         result +=
             multiply_fold(acc[2 * i] ^ load64(secret + 16 * i), acc[2 * i + 1] ^ load64(secret + 16 * i + 8));
     }

@@ -154,7 +154,7 @@ K3_INLINE void score_whole_tile(const Scores& s, int64_t head, int64_t row) {
                                       rope);
     float score[kLanes];
     store(score, (first + sums(rope)) * splat(s.scale));
-    for (int h = 0; h < kScoreHeads; ++h) {
+    for (int64_t h = 0; h < kScoreHeads; ++h) {
         memcpy(s.out + (head + h) * s.out_stride + row, score + h * kScoreRows, kScoreRows * sizeof(float));
     }
 }

@@ -88,7 +88,7 @@ K3_INLINE F32x16 from_int4(const uint8_t* p) {
 #else
 K3_INLINE F32x16 from_int4(const uint8_t* p) {
     int8_t value[kLanes];
-    for (int i = 0; i < 8; ++i) {
+    for (int64_t i = 0; i < 8; ++i) {
         value[2 * i] = kInt4Table[p[i] & 15];
         value[2 * i + 1] = kInt4Table[p[i] >> 4];
     }
@@ -119,7 +119,7 @@ K3_INLINE F32x16 from_e2m1(const uint8_t* p) {
 K3_INLINE F32x16 from_e2m1(const uint8_t* p) {
     static const float table[16] = {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
     float value[kLanes];
-    for (int i = 0; i < 8; ++i) {
+    for (int64_t i = 0; i < 8; ++i) {
         value[2 * i] = table[p[i] & 15];
         value[2 * i + 1] = table[p[i] >> 4];
     }

@@ -26,6 +26,10 @@ struct Pair {
     V lo, hi;
 };
 
+// Lanes of a vector, each of four bytes.
+template <class V>
+constexpr int64_t kLanesOf = sizeof(V) / sizeof(float);
+
 #define K3_PAIR_OPERATOR(op)                                            \
     template <class V>                                                  \
     K3_INLINE Pair<V> operator op(const Pair<V>& a, const Pair<V>& b) { \
@@ -113,12 +117,12 @@ typedef Pair<Pair<i32x4>> I32x16;
 template <class V>
 K3_INLINE void load(Pair<V>& v, const float* p) {
     load(v.lo, p);
-    load(v.hi, p + sizeof(V) / 4);
+    load(v.hi, p + kLanesOf<V>);
 }
 template <class V>
 K3_INLINE void store(float* p, const Pair<V>& v) {
     store(p, v.lo);
-    store(p + sizeof(V) / 4, v.hi);
+    store(p + kLanesOf<V>, v.hi);
 }
 template <class V, class T>
 K3_INLINE void splat(Pair<V>& v, T x) {

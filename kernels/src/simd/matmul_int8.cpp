@@ -61,10 +61,10 @@ struct TileInt8 {
     template <bool kWhole>
     K3_INLINE_MEMBER void group(int64_t g, RowInts* out) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
+        for (int64_t i = 0; i < 4; ++i) {
             take<kWhole>(data, columns, g * 64 + i * 16, count, columns, out + 4 * i);
 #pragma GCC unroll 4
-            for (int j = 4 * i; kBiased && j < 4 * i + 4; ++j) out[j] = out[j] ^ all_rows((int32_t)0x80808080);
+            for (int64_t j = 4 * i; kBiased && j < 4 * i + 4; ++j) out[j] = out[j] ^ all_rows((int32_t)0x80808080);
         }
     }
 #if defined(__AVX512VNNI__)
@@ -98,7 +98,7 @@ K3_INLINE RowInts weights_of(const RowInts& nibbles, const int8_t* table) {
 template <int kCount>
 K3_INLINE void split(const RowInts* packed, const int8_t* table, RowInts* out) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kCount; ++j) {
+    for (int64_t j = 0; j < kCount; ++j) {
         out[2 * j] = weights_of(packed[j], table);
         out[2 * j + 1] = weights_of(shift_right(packed[j], 4), table);
     }

@@ -14,7 +14,7 @@ int64_t probe_dots(int64_t rounds, int32_t* result) {
     for (int i = 0; i < kTurns * 4; ++i) x[i] = (int8_t)i;
     for (int64_t n = 0; n < rounds; ++n) {
         asm volatile("" : "+m"(x));  // the same products again, which the compiler need not know
-        for (int turn = 0; turn < kTurns; ++turn) {
+        for (int64_t turn = 0; turn < kTurns; ++turn) {
             const RowInts own = word_at(x + turn * 4);
 #pragma GCC unroll 12
             for (int i = 0; i < kChains; ++i) sums[i] = dot_small(sums[i], w[i], own);

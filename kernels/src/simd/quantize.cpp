@@ -66,7 +66,7 @@ K3_INLINE void store_nibbles(uint8_t* p, const I32x16& v) {
     const __m128i pairs = _mm_maddubs_epi16(_mm_loadu_si128((const __m128i*)lane), weights);
     _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(pairs, pairs));
 #else
-    for (int i = 0; i < 8; ++i) p[i] = (uint8_t)(lane[2 * i] | lane[2 * i + 1] << 4);
+    for (int64_t i = 0; i < 8; ++i) p[i] = (uint8_t)(lane[2 * i] | lane[2 * i + 1] << 4);
 #endif
 }
 

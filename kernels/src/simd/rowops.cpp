@@ -82,7 +82,7 @@ void situ(const float* gate, const float* up, int64_t count, float beta, float l
 
 void residual_mix(const float* const* entries, int count, int64_t begin, int64_t end, int64_t columns,
                   const float* weight, float eps, float* y) {
-    float share[kMixMax];
+    float share[kMixMax] = {};
     for (int64_t r = begin; r < end; ++r) {
         float top = 0.0f, total = 0.0f;
         for (int j = 0; j < count; ++j) {
