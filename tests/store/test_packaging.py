@@ -100,7 +100,7 @@ def test_the_score_of_the_service() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 @pytest.mark.parametrize("name", ["k3-store.service", "k3-store.socket"])
 def test_systemd_accepts_it(name: str, tmp_path: Path) -> None:
-    for path in PACKAGING.iterdir():
+    for path in PACKAGING.glob("k3-store.*"):
         shutil.copy(path, tmp_path)
     told = subprocess.run(["systemd-analyze", "verify", tmp_path / name], capture_output=True, text=True)
     assert "Unknown" not in told.stderr
