@@ -153,7 +153,7 @@ def test_a_pipe_gets_what_a_file_would(option: str, tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
     reader.start()
     assert k3_run("--snapshot", TINY, option, str(pipe)).exit_code == 0
-    reader.join(10)
+    reader.join(60)
     assert k3_run("--snapshot", TINY, option, str(file)).exit_code == 0
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     if option == "--trace":  # its times differ

@@ -18,7 +18,7 @@ from k3.container.dense_load import DenseLoad
 from k3.container.reader import Container
 from tests.support.containers import DENSE, Built, build_container, flip
 from tests.support.faults import DriveFaults, Fault
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_standing
 
 NAMES = [name for name, *_ in DENSE]
 
@@ -84,7 +84,7 @@ def test_a_tensor_can_be_taken_while_later_ones_are_read(built: Built, container
         late: list[Any] = []
         waiting = threading.Thread(target=lambda: late.append(load.take(NAMES[-1])))
         waiting.start()
-        waiting.join(0.05)
+        wait_until_standing(waiting)
         assert waiting.is_alive()
         assert load.ended_s is None
         drive.resume()

@@ -65,7 +65,7 @@ def whole_afterwards(inside: Inside) -> Iterator[None]:
     stats = inside.server.stats()
     assert (stats["slots"]["held"], stats["slots"]["filling"], stats["pinned"]) == (0, 0, 0)
     assert stats["slots"]["free"] + stats["slots"]["cached"] == inside.server.settings.slots
-    wait_until(lambda: _belongings() <= before, 10)
+    wait_until(lambda: _belongings() <= before)
 
 
 def _belongings() -> tuple[int, int]:

@@ -102,10 +102,10 @@ def test_whatever_a_child_asks_for_is_refused(daemon: Inside) -> None:
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert held.wait(10)
+    assert held.wait(60)
     code = in_child(ask)
     done.set()
-    thread.join(10)
+    thread.join(60)
     assert code == 0
     with next(stream) as lease:
         assert lease.expert == 0

@@ -126,7 +126,7 @@ def test_clients_killed_at_any_moment_leave_nothing_behind(world: World, digests
             assert victim.link.recv(1) == b""  # how the daemon learns of it
             server.remove_client(victim.grant.client)
             assert not any(c["id"] == victim.grant.client for c in server.stats()["clients"])
-            victim.child.wait(10)
+            victim.child.wait(60)
             victim.child.stdout.close()  # type: ignore[union-attr]
             victim.link.close()
             survivor.give_back(survivor.lease(number % 3, [number % 12, (number + 5) % 12]))

@@ -17,7 +17,7 @@ from k3.store.daemon.systemd import Notifier, Supervisor
 def systemd(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours:
         ours.bind(str(tmp_path / "notify"))
-        ours.settimeout(5)
+        ours.settimeout(60)
         yield ours
 
 
@@ -43,7 +43,7 @@ def test_an_abstract_address() -> None:
     name = f"@k3-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours:
         ours.bind("\0" + name[1:])
-        ours.settimeout(5)
+        ours.settimeout(60)
         notifier = Notifier(Supervisor(name))
         notifier.watchdog()
         notifier.close()

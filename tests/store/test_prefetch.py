@@ -63,7 +63,7 @@ class Gate:
 
     def _preadv(self, fd: int, buffers: Any, offset: int) -> int:
         self.begun.append(offset)
-        assert self._gate.wait(20)
+        assert self._gate.wait(60)
         return os.preadv(fd, buffers, offset)
 
 
