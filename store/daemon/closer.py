@@ -17,8 +17,7 @@ import socket
 import threading
 from collections import deque
 
-SO_PASSRIGHTS = 83
-"""Linux 6.16. 0: whoever sends descriptors gets EPERM. Accepted connections have what the listener had."""
+from k3.store.protocol.peer import SO_PASSRIGHTS
 
 SO_PASSCRED = 16
 THREADS_MAX = 8
@@ -33,15 +32,6 @@ class Next(enum.Enum):
     END = enum.auto()
     PLAIN = enum.auto()
     WITH_DESCRIPTORS = enum.auto()
-
-
-def refuse_descriptors(listening: socket.socket) -> bool:
-    """Let nobody send descriptors to connections that are made from now on. False when the kernel cannot."""
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
-    except OSError:
-        return False
-    return True
 
 
 def can_bring_descriptors(connection: socket.socket) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from k3.base.errors import SocketError
-from k3.store.daemon.closer import refuse_descriptors
+from k3.store.protocol.peer import refuse_descriptors
 from k3.store.protocol.socket_file import ClaimedSocket
 
 BACKLOG = 64

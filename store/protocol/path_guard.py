@@ -3,7 +3,9 @@
 A lock file can be deleted under the daemon that holds it; the next daemon then locks another file of that name.
 A name in the abstract namespace of Unix sockets is the kernel's: it is taken as long as its process lives, and no
 file system has it. Anybody may take any such name first, so one that is taken counts only if the kernel says that
-it is this user's or root's. Names are seen in one network namespace only; the lock file is seen everywhere.
+it is this user's or root's. Anybody may also connect to such a name: nobody is ever accepted, and what was sent
+there is thrown away at the end, where closing the descriptors in it may sleep (`daemon.closer`). Names are seen in
+one network namespace only; the lock file is seen everywhere.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ import hashlib
 import logging
 import os
 import socket
+import threading
 from pathlib import Path
 
 from k3.base.errors import SocketError
-from k3.store.protocol.peer import peer_of
+from k3.store.protocol.peer import peer_of, refuse_descriptors
+
+RELEASE_S = 2.0
+"""Longest time that `release_guard` waits for the name to be free."""
 
 _log = logging.getLogger("k3.store")
 
@@ -37,6 +43,7 @@ def take_guard(path: Path) -> socket.socket | None:
     guard = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         guard.bind(name)
+        refuse_descriptors(guard)
         guard.listen(1)  # so that another daemon can ask the kernel whose it is; nobody is ever accepted
         return guard
     except OSError as error:
@@ -48,6 +55,21 @@ def take_guard(path: Path) -> socket.socket | None:
         raise already_served(f" (process {owner})" if owner else "", path)
     _log.warning("another user's process has the name that guards %s; only the lock file does now", path)
     return None
+
+
+def release_guard(guard: socket.socket) -> None:
+    """Give the name back.
+
+    On a kernel that cannot refuse descriptors somebody may have sent some that take as long to close as he likes:
+    a thread closes, which ends with the process.
+    """
+    thread = threading.Thread(target=guard.close, name="k3-guard", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads
+        guard.close()
+        return
+    thread.join(RELEASE_S)
 
 
 def already_served(owner: str, path: Path) -> SocketError:

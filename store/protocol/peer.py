@@ -3,7 +3,7 @@
 The kernel says who connected (SO_PEERCRED, SO_PEERGROUPS). A user or group that has no number in the daemon's user
 namespace comes as the overflow id, 65534: such a number proves nothing, also when the daemon runs under it.
 
-`peer_of` and `overflow_ids` ask the system; the rest is pure.
+`peer_of`, `refuse_descriptors` and `overflow_ids` ask the system; the rest is pure.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SO_PEERGROUPS = 59
+SO_PASSRIGHTS = 83
+"""Linux 6.16. 0: whoever sends descriptors gets EPERM. Accepted connections have what the listener had."""
+
 OVERFLOW_ID = 65534
 SPARE_CONNECTIONS = 16
 """Connections beyond the clients: those that ask for a status, or have not said hello yet."""
@@ -141,6 +144,15 @@ def peer_of(connection: socket.socket) -> Peer:
     except OSError:  # a kernel before 4.13, or more groups than there is room for: the first group must do
         return Peer(pid, uid, gid)
     return Peer(pid, uid, gid, struct.unpack(f"{len(data) // 4}I", data))
+
+
+def refuse_descriptors(listening: socket.socket) -> bool:
+    """Let nobody send descriptors to connections that are made from now on. False when the kernel cannot."""
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
+    except OSError:
+        return False
+    return True
 
 
 def overflow_ids() -> tuple[int, int]:

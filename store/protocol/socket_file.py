@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from k3.base.errno_advice import Operation, refusal
 from k3.base.errors import SocketError
-from k3.store.protocol.path_guard import already_served, take_guard
+from k3.store.protocol.path_guard import already_served, release_guard, take_guard
 
 PATH_BYTES_MAX = 107
 """sockaddr_un has 108 bytes, the last of them zero."""
@@ -140,7 +140,8 @@ class ClaimedSocket:
             self.withdraw()
         finally:
             if self.guard is not None:
-                self.guard.close()
+                release_guard(self.guard)
+                self.guard = None
             if self.lock is not None:
                 os.close(self.lock)
                 self.lock = None
@@ -163,7 +164,7 @@ def claim(
         bound, identity = _bind(path, kind, mode, group)
     except BaseException:
         if guard is not None:
-            guard.close()
+            release_guard(guard)
         if lock is not None:
             os.close(lock)
         raise

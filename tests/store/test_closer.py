@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from k3.store.daemon.closer import Closer, Next, can_bring_descriptors, look, refuse_descriptors
+from k3.store.daemon.closer import Closer, Next, can_bring_descriptors, look
+from k3.store.protocol.peer import refuse_descriptors
 from tests.support.lingering import lingering
 from tests.support.waiting import wait_until
 

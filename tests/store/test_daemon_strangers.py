@@ -20,10 +20,10 @@ from k3.store.client.daemon_source import DaemonSource
 from k3.store.client.socket_link import Link, ask_status, connect
 from k3.store.daemon import control_loop as daemon_module
 from k3.store.daemon import listener as listener_module
-from k3.store.daemon.closer import Closer, Next, look, refuse_descriptors
+from k3.store.daemon.closer import Closer, Next, look
 from k3.store.daemon.systemd import Notifier, Supervisor
 from k3.store.protocol import wire
-from k3.store.protocol.peer import Peer
+from k3.store.protocol.peer import Peer, refuse_descriptors
 from k3.store.protocol.socket_file import ClaimedSocket, claim
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from k3.store.daemon import serve
 from k3.store.daemon.model_service import ServeSettings
 from k3.store.daemon.serve import ServeOptions
 from k3.store.daemon.systemd import Supervisor
-from k3.store.protocol import socket_file
+from k3.store.protocol import path_guard, socket_file
 from k3.store.protocol.path_guard import guard_name
 from k3.store.protocol.socket_file import adopt, check_length, claim, default_path, usual_path
+from tests.support.lingering import lingering
+from tests.support.waiting import wait_until
 
 
 def leave_behind(path: Path) -> None:
@@ -312,6 +315,33 @@ def test_a_name_that_another_user_took_is_no_proof(tmp_path: Path, caplog: pytes
         with pytest.raises(SocketError, match="another k3-store"):
             claim(path)
         claimed.close()
+
+
+@pytest.mark.parametrize("can_refuse", [True, False])
+def test_what_strangers_send_to_the_name_holds_up_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_refuse: bool
+) -> None:
+    """An abstract name has no rights: every user can connect to it, and send what takes long to close."""
+    monkeypatch.setattr(path_guard, "RELEASE_S", 0.05)
+    if not can_refuse:  # a kernel before Linux 6.16
+        monkeypatch.setattr(path_guard, "refuse_descriptors", lambda listening: False)
+    claimed = claim(tmp_path / "s")
+    assert claimed.guard is not None
+    with (
+        lingering() as (item,),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger,
+    ):
+        stranger.connect(claimed.guard.getsockname())
+        try:
+            item.sent_over(stranger, b"x")
+        except PermissionError:
+            assert can_refuse
+        closing = threading.Thread(target=claimed.close)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        item.release()
+    wait_until(lambda: not any(thread.name == "k3-guard" for thread in threading.enumerate()))
 
 
 def test_a_second_daemon_is_refused_by_the_name_alone(tmp_path: Path) -> None:
