@@ -41,12 +41,15 @@ class ModelMemory:
     ) -> ModelMemory:
         """Read every dense tensor and text file. DamageError or DriveError when one is not as it was written.
 
-        `files` are the server's, by its numbers: what an error completion names.
+        `files` are the server's, by its numbers: what an error completion names. ConfigError for a configuration
+        that every client would refuse.
         """
         began_s = time.monotonic()
         tensors = tuple(container.tensor(name) for name in container.tensor_names())
         placed, dense_bytes = place_dense(tensors)
-        text = describe(container, placed, _text_files(container), files).render()
+        described = describe(container, placed, _text_files(container), files)
+        described.identity()  # what every client computes, and would refuse
+        text = described.render()
         dense, huge_bytes = make_memfd(
             "k3-dense",
             dense_bytes,

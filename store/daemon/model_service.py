@@ -20,11 +20,12 @@ from typing import Any, Literal
 
 from k3.base.direct_io import ReadFile
 from k3.base.drive_info import DriveInfo, device_read_bytes, drive_info
-from k3.base.errors import DaemonError, DamageError, K3Error, UnsupportedError
+from k3.base.errors import ContainerError, DaemonError, UnsupportedError
 from k3.base.memory_limit import memory_limits
 from k3.base.pages import PAGE_BYTES, page_ceil
 from k3.container.layout import pack_piece
 from k3.container.reader import Container
+from k3.model.kinds import CATALOG_NAME
 from k3.store.daemon.cache_budget import CachePlan, Wanted, plan_cache
 from k3.store.daemon.container_home import find_home
 from k3.store.daemon.model_memory import ModelMemory
@@ -405,11 +406,14 @@ def _set_layers(container: Container, server: NativeServer, numbers: dict[int, i
     records: dict[int, list[bytes]] = {layer: [] for layer in container.expert_layers()}
     pieces: dict[int, list[int]] = {layer: [] for layer in records}
     for layer, expert, extents in container.catalog.experts():
-        if expert != len(pieces[layer]):
-            raise DamageError(
-                "the catalog lacks an expert", path=container.home, layer=layer, expert=len(pieces[layer])
-            )
-        pieces[layer].append(len(extents))
+        known = pieces.get(layer)
+        if known is None:
+            raise _unsound(container, layer, expert, "has an expert of a layer that it does not have")
+        if expert != len(known):
+            raise _unsound(container, layer, len(known), "lacks an expert")
+        if not numbers.keys() >= {item.file for item in extents}:
+            raise _unsound(container, layer, expert, "places an expert in a file that has none")
+        known.append(len(extents))
         records[layer] += [
             pack_piece(numbers[item.file], item.offset, item.payload_bytes, item.stored_bytes, item.digest)
             for item in extents
@@ -419,4 +423,11 @@ def _set_layers(container: Container, server: NativeServer, numbers: dict[int, i
         try:
             server.set_layer(layer, payload_bytes, pieces[layer], b"".join(records[layer]))
         except ValueError as error:
-            raise K3Error(f"the catalog does not fit: {error}", path=container.home, layer=layer) from error
+            raise _unsound(container, layer, None, f"does not fit: {error}") from error
+
+
+def _unsound(container: Container, layer: int, expert: int | None, problem: str) -> ContainerError:
+    """The error for a catalog that matches its digest and contradicts itself: it was made so."""
+    path = container.home / CATALOG_NAME
+    advice = "Repack: this container was not made by k3-repack, or by one with a fault"
+    return ContainerError(f"the catalog {problem}", path=path, layer=layer, expert=expert, advice=advice)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from k3.base.errors import SocketError
@@ -46,29 +48,65 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, supervisor: Supervisor) -> None:
-    """Serve until told to stop. K3Error when it cannot begin."""
+    """Serve until told to stop, which may be before anybody is served. K3Error when it cannot begin."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_log_to_stderr(as_json=options.log_json))
-        notifier = Notifier(supervisor)
-        stack.callback(notifier.close)
-        claimed = _socket(options, supervisor)
-        stack.callback(claimed.close)
-        service = Service.open(options.service, _Progress(notifier).told)
-        stack.callback(service.close)
-        behaviour = DaemonOptions(
-            group=options.group,
-            clients_per_user=options.clients_per_user,
-            drain_s=options.drain_s,
-            ping_interval_s=supervisor.ping_interval_s,
-        )
-        daemon = Daemon(service, claimed, notifier, behaviour)
-        if options.metrics is not None:
-            metrics = MetricsServer(options.metrics, daemon.status)
-            stack.callback(metrics.close)
-            place = options.metrics.path or f"http://{LOOPBACK}:{metrics.port}/metrics"
-            _log.info("metrics on %s; they name the container's directories", place)
+        try:
+            with _stop_signals_raised():
+                daemon = _opened(options, supervisor, stack)
+        except _StoppedError as stopped:
+            _log.info("%s: ending before anybody was served", stopped)
+            return
         daemon.run()
         _log.info("ended")
+
+
+def _opened(options: ServeOptions, supervisor: Supervisor, stack: contextlib.ExitStack) -> Daemon:
+    """Everything that serving needs; `stack` lets go of it."""
+    notifier = Notifier(supervisor)
+    stack.callback(notifier.close)
+    claimed = _socket(options, supervisor)
+    stack.callback(claimed.close)
+    service = Service.open(options.service, _Progress(notifier).told)
+    stack.callback(service.close)
+    behaviour = DaemonOptions(
+        group=options.group,
+        clients_per_user=options.clients_per_user,
+        drain_s=options.drain_s,
+        ping_interval_s=supervisor.ping_interval_s,
+    )
+    daemon = Daemon(service, claimed, notifier, behaviour)
+    if options.metrics is not None:
+        metrics = MetricsServer(options.metrics, daemon.status)
+        stack.callback(metrics.close)
+        place = options.metrics.path or f"http://{LOOPBACK}:{metrics.port}/metrics"
+        _log.info("metrics on %s; they name the container's directories", place)
+    return daemon
+
+
+class _StoppedError(BaseException):
+    """Raised by SIGTERM and SIGHUP while the daemon begins, which may take minutes: as Ctrl-C, it is no error."""
+
+
+@contextlib.contextmanager
+def _stop_signals_raised() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP (unless it is ignored, as under nohup) raise _StoppedError while inside.
+
+    Without it they would end the process where it stands, with its socket left behind and without a word.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _StoppedError(signal.Signals(number).name)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _socket(options: ServeOptions, supervisor: Supervisor) -> ClaimedSocket:

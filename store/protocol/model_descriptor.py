@@ -125,8 +125,11 @@ def describe(
 ) -> ModelDescriptor:
     """The descriptor of an open container whose dense tensors were placed and whose text files were read.
 
-    `files` are those that experts are read from, by the numbers that completions carry.
+    `files` are those that experts are read from, by the numbers that completions carry. ConfigError for a
+    configuration that no client could use.
     """
+    config = text_files[CONFIG_NAME]
+    parse_config(config, container.home / CONFIG_NAME)
     layers = {
         layer: ExpertLayer(container.expert_count(layer), container.expert_layout(layer))
         for layer in container.expert_layers()
@@ -134,7 +137,7 @@ def describe(
     return ModelDescriptor(
         container=container.manifest.container,
         home=str(container.home.resolve()),
-        config=text_files["config.json"].decode(),
+        config=config.decode(),
         text_files=text_files,
         layers=layers,
         tensors=tensors,

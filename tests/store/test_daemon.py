@@ -11,7 +11,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3.base.errors import DaemonError, DamageError, UnsupportedError
+from k3.base import checksum
+from k3.base.errors import ConfigError, ContainerError, DaemonError, DamageError, UnsupportedError
+from k3.container.catalog import CatalogReader
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.client.socket_link import Link, ask_status, connect
 from k3.store.daemon import control_loop as daemon_module
@@ -382,6 +385,53 @@ def test_damage_to_what_all_clients_share_is_found_before_anybody_connects(tmp_p
     with pytest.raises(DamageError) as raised:
         Service.open(ServeSettings((built.home,)), lambda what, done, total: None)
     assert raised.value.path == str(path)
+
+
+def with_small_file(home: Path, name: str, data: bytes) -> None:
+    """Exchange a small file of a container as somebody would who makes containers: with its digest."""
+    manifest = json.loads((home / "manifest.json").read_bytes())
+    (home / name).write_bytes(data)
+    for entry in manifest["text_files"]:
+        if entry["path"] == name:
+            entry |= {"bytes": len(data), "digest": checksum.digest(data).hex()}
+    manifest["digest"] = checksum.ZERO_DIGEST_HEX
+    blank = (json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode()
+    sealed = blank.replace(checksum.ZERO_DIGEST_HEX.encode(), checksum.digest(blank).hex().encode())
+    (home / "manifest.json").write_bytes(sealed)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe{}", b"[]", b"", b"{" * 100_000, b'{"text_config": 5}'])
+def test_a_configuration_that_every_client_would_refuse_is_not_served(tmp_path: Path, data: bytes) -> None:
+    home = build_container(tmp_path / "home").home
+    with_small_file(home, "config.json", data)
+    with pytest.raises(ConfigError) as raised:
+        Service.open(ServeSettings((home,)), lambda what, done, total: None)
+    assert raised.value.path == str(home / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda layer, expert, extents: (layer + 7, expert, extents), "of a layer that it does not have"),
+        (lambda layer, expert, extents: (layer, expert + 1, extents), "lacks an expert"),
+        (
+            lambda layer, expert, extents: (layer, expert, [replace(extents[0], file=99)]),
+            "in a file that has none",
+        ),
+        (lambda layer, expert, extents: (layer, expert, [replace(extents[0], offset=1 << 50)]), "does not fit"),
+    ],
+)
+def test_a_catalog_that_contradicts_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any], problem: str
+) -> None:
+    """Its digest is right: it was made so."""
+    home = build_container(tmp_path / "home").home
+    experts = CatalogReader.experts
+    monkeypatch.setattr(CatalogReader, "experts", lambda reader: (change(*entry) for entry in experts(reader)))
+    with pytest.raises(ContainerError, match=problem) as raised:
+        Service.open(ServeSettings((home,)), lambda what, done, total: None)
+    assert raised.value.path == str(home / "catalog.mdb")
+    assert raised.value.exit_code == 1
 
 
 def test_too_little_memory_is_refused_with_numbers(built: Built, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from k3.store.protocol import wire
 from k3.store.protocol.peer import Peer, refuse_descriptors
 from k3.store.protocol.socket_file import ClaimedSocket, claim
 from tests.support.containers import Built, build_container
-from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages
+from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages, serve_command
 from tests.support.faults import STALL_MS
 from tests.support.lingering import lingering
 from tests.support.waiting import wait_until
@@ -404,6 +405,36 @@ def test_a_hangup_ends_it_with_a_word(built: Built, tmp_path: Path) -> None:
         wait_until(lambda: "ended" in messages(outside))
         assert "SIGHUP: ending" in messages(outside)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_it_begins_leaves_nothing_behind(
+    built: Built, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Reading the dense tensors takes minutes: its socket is there by then, and nobody is served."""
+    path = tmp_path / "s"
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import k3.store.daemon.model_service as m, time\n"
+        "m.find_home = lambda *_: print('begun', flush=True) or time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        serve_command(path, built.directories), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(hook)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        assert path.exists()
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert not path.exists()
+    assert process.returncode == (130 if number == signal.SIGINT else 0), told
+    assert "interrupted" in told if number == signal.SIGINT else f"{number.name}: ending before anybody" in told
 
 
 def test_a_hangup_that_is_ignored_stays_so(built: Built, tmp_path: Path) -> None:
