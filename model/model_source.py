@@ -1,8 +1,8 @@
-"""The contract between a model on disk, or behind a daemon, and all who read it: `ModelSource`.
+"""The contract of a model on disk or behind a daemon: `ModelSource`.
 
-`container.reader.Container`, `checkpoint.snapshot.Snapshot` and `store.client.daemon_model.DaemonModel` fulfil it.
-A new kind of source is one more class with these methods: nothing above it asks for the kind. Nothing above knows
-an offset either; it is given `Extent`s and `EncodedTensor`s.
+`container.reader.Container`, `checkpoint.snapshot.Snapshot` and `store.client.daemon_model.DaemonModel` fulfil
+it. A new kind of source is one more class with these methods: nothing that uses a source asks for its kind. Users
+see no offsets either, but `Extent`s and `EncodedTensor`s.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EncodedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DenseInfo:
-    """A dense tensor by headers alone: its form, and the memory that it will take once it is loaded.
+    """The form of a dense tensor, and the memory that it will take, by headers alone.
 
     `dtype` and `shape` are those of the published tensor, `encoding` is the form in which it is loaded.
     """
@@ -57,32 +57,32 @@ class DenseInfo:
 
 
 class TensorReader(Protocol):
-    """Gives out a model's dense tensors while they are being read."""
+    """A giver of a model's dense tensors while they are being read."""
 
     def take(self, name: str) -> EncodedTensor:
         """Return a tensor, once. Wait until it is read; raise what reading it raised."""
 
 
 class TensorLoad(TensorReader, Protocol):
-    """Dense tensors that are being read in the background, from the moment the load is made until it is closed."""
+    """Dense tensors that are read in the background, from the making of the load until it is closed."""
 
     @property
     def retries(self) -> int:
-        """Reads that failed at first and were right the second time."""
+        """Reads that failed and succeeded when repeated."""
 
     @property
     def load_s(self) -> float:
-        """Seconds from the beginning of the load to the end of reading; until now, while it goes on."""
+        """Seconds from the beginning of the load to the end of reading, or until now while it lasts."""
 
     def huge_pages(self) -> HugePages:
-        """Return how much of the buffers lies in huge pages, of what was asked for."""
+        """Return the bytes that the buffers have in huge pages, and the bytes that were asked for."""
 
     def close(self) -> None:
         """Stop reading. Tensors that were taken stay valid."""
 
 
 class ModelSource(Protocol):
-    """A model by its files: configuration, dense tensors, and the place of each expert. Reads on request only."""
+    """A model by its files: configuration, dense tensors, the places of experts. Reads only on request."""
 
     @property
     def identity(self) -> ModelIdentity:
@@ -101,22 +101,22 @@ class ModelSource(Protocol):
         """Every directory that holds files of the model, as this process or the daemon names it."""
 
     def files(self) -> Iterator[Path]:
-        """Every file that weights are read from; files may be links to places outside of `directories`."""
+        """Yield every file that weights are read from; it may be a link to a place outside `directories`."""
 
     def text_file(self, name: str) -> Path | None:
-        """Path of a small file that came with the model (tiktoken.model, generation_config.json), or None."""
+        """Return the path of a small file of the model (tiktoken.model, generation_config.json), or None."""
 
     def text_bytes(self, name: str) -> bytes | None:
-        """Return the bytes of a small file, compared with the digest on record for it if any; None without it."""
+        """Return the bytes of a small file, None without it. Compares them with the digest on record, if any."""
 
     def tensor_names(self) -> Sequence[str]:
-        """Dense tensors in execution order, vision and experts excluded."""
+        """Return the dense tensors in execution order, without vision and experts."""
 
     def dense(self, name: str) -> DenseInfo:
-        """Return what is known of a dense tensor without reading it. KeyError when there is none."""
+        """Return the form and the memory of a dense tensor, without reading it. KeyError when there is none."""
 
     def read_tensor(self, name: str) -> EncodedTensor:
-        """One dense tensor. KeyError when there is none; K3Error when it cannot be read as it should be."""
+        """Read one dense tensor. KeyError when there is none; K3Error when its bytes cannot be used."""
 
     def begin_load(
         self,
@@ -133,23 +133,23 @@ class ModelSource(Protocol):
         """
 
     def loading_bytes(self, names: Sequence[str]) -> int:
-        """Return the most memory that `begin_load` holds besides the tensors themselves, before it ends."""
+        """Return the most memory that `begin_load` holds besides the tensors, until it ends."""
 
     @property
     def has_extents(self) -> bool:
         """False when experts come as leases of a daemon: `expert_extents` then raises UnsupportedError."""
 
     def expert_layers(self) -> Sequence[int]:
-        """0-based layers that have routed experts, ascending."""
+        """Return the 0-based layers that have routed experts, ascending."""
 
     def expert_count(self, layer: int) -> int:
-        """Number of routed experts of a layer; ids run from 0."""
+        """Return the number of routed experts of a layer; ids run from 0."""
 
     def expert_layout(self, layer: int) -> ExpertLayout:
-        """How the payload of the layer's experts is built."""
+        """Return the parts of an expert's payload, the same for all experts of the layer."""
 
     def expert_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
-        """Where an expert lies: its payload is the payloads of these extents, one after the other."""
+        """Return the places of an expert: its payload is the payloads of these extents in order."""
 
     def close(self) -> None:
-        """Let go of files; nothing can be read afterwards, and tensors that were read stay valid."""
+        """Close the files. Nothing can be read afterwards; tensors that were read stay valid."""
