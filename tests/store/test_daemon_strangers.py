@@ -416,8 +416,8 @@ def test_a_signal_while_it_begins_leaves_nothing_behind(
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(
-        "import k3.store.daemon.model_service as m, time\n"
-        "m.find_home = lambda *_: print('begun', flush=True) or time.sleep(600)\n"
+        "import k3.store.daemon.model_service as m, signal\n"
+        "m.find_home = lambda *_: print('begun', flush=True) or signal.pause()\n"
     )
     process = subprocess.Popen(
         serve_command(path, built.directories), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
