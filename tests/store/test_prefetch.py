@@ -176,15 +176,14 @@ def test_new_guesses_displace_old_ones_and_nothing_else(built: Built, model: Con
     slot_bytes = FileSource(model).stats().slot_bytes
     source = FileSource(model, prefetch_slots=2, cache_bytes=2 * EXPERTS * slot_bytes)
     take(source, built, 2, list(range(EXPERTS)))
-    for pair in ([0, 1], [1, 2], [3, 4]):
-        before = source.stats().prefetched
+    for pair, prefetched in (([0, 1], 2), ([1, 2], 3), ([3, 4], 5)):
         source.prefetch(1, pair)
 
-        def has_begun(before: int = before) -> bool:
-            return source.stats().prefetched > before and source.stats().reads > before
+        def has_landed(prefetched: int = prefetched) -> bool:
+            """Tell whether these guesses are in memory: only then is there room for the next two."""
+            return source.stats().prefetched == prefetched and source.stats().reads == EXPERTS + prefetched
 
-        wait_until(has_begun)
-    wait_until(lambda: source.stats().reads == EXPERTS + source.stats().prefetched)
+        wait_until(has_landed)
     take(source, built, 2, list(range(EXPERTS)))
     stats = source.stats()
     assert (stats.hits, stats.evictions) == (EXPERTS, 0)
