@@ -107,7 +107,8 @@ def options() -> set[str]:
         k3.verify.synthetic.__main__.main,
     )  # fmt: skip
     found = {option for program in programs for option in command_options(program)} | {"--help"}
-    for script in (*ROOT.glob("bench/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("scripts/*")):
+    programs = (*ROOT.glob("bench/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("scripts/*"))
+    for script in filter(Path.is_file, programs):  # scripts/ may hold what Python has compiled
         if script.suffix == ".py" or script.read_bytes().startswith(b"#!/usr/bin/env python"):
             found.update(script_options(script))
     return found | set(OF_OTHER_PROGRAMS)
