@@ -106,7 +106,7 @@ def options() -> set[str]:
         k3.repack.cli.main, k3.verify.cli.main, k3.store.cli.main, k3.engine.cli.main, bench,
         k3.verify.synthetic.__main__.main,
     )  # fmt: skip
-    found = {option for program in paths for option in command_options(program)} | {"--help"}
+    found = {option for program in programs for option in command_options(program)} | {"--help"}
     paths = (*ROOT.glob("bench/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("scripts/*"))
     for script in filter(Path.is_file, paths):  # scripts/ may hold what Python has compiled
         if script.suffix == ".py" or script.read_bytes().startswith(b"#!/usr/bin/env python"):
