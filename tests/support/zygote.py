@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import json
@@ -247,6 +248,7 @@ def _serve() -> None:
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     children: dict[int, int] = {}
     modules: dict[int, str] = {}
+    gc.freeze()
     for line in orders:
         order = json.loads(line)
         answer: dict[str, Any] = {}

@@ -7,6 +7,7 @@ judgement compares with what the same command did undisturbed, never with what t
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ import click
 from k3.engine.cli import main as run_main
 from k3.engine.report.bench_command import bench
 from k3.repack.cli import main as repack_main
+from k3.serve.cli import main as chat_main
 from k3.store.cli import main as store_main
 from k3.verify.cli import main as verify_main
 from tests.support.zygote import Ended, Fault, Zygote
@@ -25,7 +27,7 @@ from tests.support.zygote import Ended, Fault, Zygote
 IDS = "1,2,3,5,8"
 COMMANDS: dict[str, click.Command] = {
     "k3-repack": repack_main, "k3-verify": verify_main, "k3-run": run_main, "k3-store": store_main,
-    "k3-run bench": bench,
+    "k3-run bench": bench, "k3-chat": chat_main,
 }  # fmt: skip
 
 
@@ -345,7 +347,43 @@ class Simulate(Case):
         return "exit 0 and another table" if ended.code == 0 and ended.out != self._table else None
 
 
+class Render(Case):
+    """k3-chat render: exit 0 only with the undisturbed prompt."""
+
+    name, main = "chat-render", "k3-chat"
+
+    def prepare(self) -> None:
+        self.work.mkdir(exist_ok=True)
+        (self.work / "request").write_text(
+            json.dumps({"messages": [{"role": "user", "content": "How far is it?"}]})
+        )
+
+    def command(self) -> list[str]:
+        return ["k3-chat", "render", str(self.work / "request"), "--container", str(self.world.container)]
+
+    def allowed(self) -> set[int]:
+        return documented_codes(chat_main.commands[self.command()[1]]) - {1}
+
+    def judge(self, ended: Ended) -> str | None:
+        if not hasattr(self, "_right"):
+            self._right = ended.out
+        return "exit 0 and another answer" if ended.code == 0 and ended.out != self._right else None
+
+
+class Parse(Render):
+    """k3-chat parse: exit 0 only with the undisturbed answer."""
+
+    name = "chat-parse"
+
+    def prepare(self) -> None:
+        self.work.mkdir(exist_ok=True)
+        (self.work / "completion").write_text("It is near.")
+
+    def command(self) -> list[str]:
+        return ["k3-chat", "parse", str(self.work / "completion"), "--no-thinking"]
+
+
 CASES: tuple[type[Case], ...] = (
     Repack, Verify, VerifySource, VerifyDamaged, VerifySourceDamaged, Run, RunSnapshot, RunState, RunLogits,
-    Simulate, Serve, Bench,
+    Simulate, Serve, Bench, Render, Parse,
 )  # fmt: skip

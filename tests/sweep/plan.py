@@ -80,14 +80,19 @@ def calls(count: int, most: int) -> list[int]:
     return sorted({*range(1, first + 1), *between, *range(count - last + 1, count + 1)})
 
 
-def faults(counts: Mapping[str, int], most_calls: int) -> list[Fault]:
-    """Return every fault of the calls that were counted, at most `most_calls` of each function."""
-    return [
-        Fault(function, nth, number)
-        for function, numbers in ERRNOS.items()
-        for nth in calls(counts[function], most_calls)
-        for number in dict.fromkeys(numbers)
-    ]
+def faults(counts: Mapping[str, int], most_calls: int, *, rest: bool = False) -> list[Fault]:
+    """Return every fault of the calls that were counted, at most `most_calls` of each function.
+
+    With `rest` each of the calls between fails too: with one errno, the function's next in turn.
+    """
+    planned = []
+    for function, listed in ERRNOS.items():
+        numbers = tuple(dict.fromkeys(listed))
+        chosen = set(calls(counts[function], most_calls))
+        for nth in range(1, counts[function] + 1) if rest else sorted(chosen):
+            answers = numbers if nth in chosen else (numbers[nth % len(numbers)],)
+            planned += [Fault(function, nth, number) for number in answers]
+    return planned
 
 
 def sample(all_faults: Sequence[Fault], size: int, seed: int) -> list[Fault]:
