@@ -13,7 +13,6 @@ import errno
 import io
 import json
 import os
-import resource
 import sys
 import time
 import traceback
@@ -38,9 +37,6 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 # NumPy's OpenBLAS would start a thread and reserve memory for each processor, and nothing here multiplies with it.
 # Where it gets neither (ulimit -v, -u) it ends the process with 1, which means damage here, or by SIGINT.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-_LEAST_BYTES = ((resource.RLIMIT_AS, 160 << 20, "ulimit -v"), (resource.RLIMIT_DATA, 64 << 20, "ulimit -d"))
-"""Limits below which the libraries cannot be loaded, and may end the process as above."""
 
 _JSON_INTERVAL_S = 1.0
 
@@ -126,7 +122,6 @@ def _end(body: Callable[[], Any]) -> NoReturn:
 
     def parse() -> int:
         streams.prepare()
-        _refuse_little_memory()
         return _parsed(body)
 
     try:
@@ -208,18 +203,6 @@ def run(body: Callable[[], int | None], *, as_json: bool = False, on_interrupt: 
         code = int(refused.exit_code)
     streams.settle()
     raise SystemExit(code)
-
-
-def _refuse_little_memory() -> None:
-    """UnsupportedError when this process may have less memory than any command needs."""
-    for number, least_bytes, name in _LEAST_BYTES:
-        allowed_bytes, _ = resource.getrlimit(number)
-        if allowed_bytes != resource.RLIM_INFINITY and allowed_bytes < least_bytes:
-            raise UnsupportedError(
-                f"{name} allows {format_size(allowed_bytes)} of memory, and no command runs with less than "
-                f"{format_size(least_bytes)}",
-                advice=f"Raise the limit ({name})",
-            )
 
 
 def _tell_notes(as_json: bool) -> None:

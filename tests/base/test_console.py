@@ -298,20 +298,6 @@ def test_links_in_a_circle_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "in a circle" in said
 
 
-@pytest.mark.parametrize("limit", ["v", "d"])
-@pytest.mark.parametrize(
-    "command", [("engine", "--ids", "1"), ("store", "status"), ("store", "serve", "--dirs", "/x")]
-)
-def test_a_limit_that_no_library_can_be_loaded_with_is_told(command: tuple[str, ...], limit: str) -> None:
-    """OpenBLAS would end the process with 1, which means damage."""
-    room, *arguments = command
-    code = f"from k3.{room}.cli import main; main()"
-    line = ["bash", "-c", f'ulimit -{limit} 60000; exec "$@"', "-", sys.executable, "-c", code, *arguments]
-    ended = subprocess.run(line, capture_output=True, text=True)
-    assert ended.returncode == 9, ended.stderr
-    assert f"ulimit -{limit} allows 61.4 MB" in ended.stderr
-
-
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor has one thread")
 @pytest.mark.parametrize("room", ["engine", "repack", "store", "verify"])
 def test_no_command_has_a_thread_for_each_processor(room: str) -> None:
