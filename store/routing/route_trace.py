@@ -52,6 +52,15 @@ class RouteTraceError(K3Error):
     exit_code = ExitCode.DAMAGED
 
 
+class NotARouteTraceError(RouteTraceError):
+    """A file of another kind, in which no byte of a routing trace is damaged."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, problem: str, path: Path) -> None:
+        super().__init__(problem, path=path, advice="Name a file that k3-run --route-trace wrote")
+
+
 @dataclass(frozen=True, slots=True)
 class TracedLayer:
     """A layer with experts, and the size of each of them."""
@@ -274,11 +283,14 @@ class RouteTraceReader:
     def _read_header(self) -> RouteHeader:
         start = self._read(_READ_BYTES)
         if not start.startswith(_FRAME_MAGIC):
-            raise self._refusal("this is not a routing trace")
+            raise NotARouteTraceError("this is not a routing trace", self.path)
         self._inflate(start)
-        magic, version, header_bytes = _PREFIX.unpack(self._take(_PREFIX.size))
+        no_prefix = self._frame.eof and len(self._pending) < _PREFIX.size
+        magic, version, header_bytes = (b"", 0, 0) if no_prefix else _PREFIX.unpack(self._take(_PREFIX.size))
         if magic != MAGIC:
-            raise self._refusal("this is not a routing trace, though something compressed with zstd")
+            raise NotARouteTraceError(
+                "this is not a routing trace, though something compressed with zstd", self.path
+            )
         if version > VERSION:
             raise VersionError(
                 f"a routing trace of version {version}, and this program knows up to {VERSION}", path=self.path

@@ -244,7 +244,8 @@ def test_unknown_keys_are_ignored(path: Path) -> None:
     [
         (b"", "not a routing trace"),
         (b'{"type": "layer"}\n', "not a routing trace"),
-        (compressed(b""), "ends too early"),
+        (compressed(b""), "not a routing trace"),
+        (compressed(MAGIC), "not a routing trace"),
         (compressed(b"something else altogether, but compressed"), "not a routing trace"),
         (compressed(struct.pack("<8sII", MAGIC, 0, 2) + b"{}"), "version 0"),
         (compressed(struct.pack("<8sII", MAGIC, 1, 1 << 21) + bytes(1 << 21)), "header of 2097152"),
@@ -257,6 +258,7 @@ def test_foreign_files(tmp_path: Path, data: bytes, problem: str) -> None:
     with pytest.raises(RouteTraceError, match=problem) as caught:
         RouteTraceReader(tmp_path / "foreign")
     assert caught.value.path == str(tmp_path / "foreign")
+    assert caught.value.exit_code == (2 if problem == "not a routing trace" else 1)
 
 
 def test_a_newer_version(path: Path) -> None:

@@ -227,8 +227,18 @@ def test_pins_of_another_model(trace: Path, tmp_path: Path) -> None:
     assert (result.exit_code, "other layers or experts" in result.stderr) == (2, True)
 
 
-def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--trace", "--pins-from"])
+def test_a_file_that_is_no_trace_is_wrong_usage_and_no_damage(trace: Path, tmp_path: Path, option: str) -> None:
     (tmp_path / "x").write_text("x")
-    result = simulate_cli("--trace", str(tmp_path / "x"), "--json")
-    assert result.exit_code == 1
-    assert json.loads(result.stderr)["error"] == "RouteTraceError"
+    traces = {"--trace": str(trace), "--pins-from": str(trace), option: str(tmp_path / "x")}
+    result = simulate_cli(*(word for pair in traces.items() for word in pair), "--json")
+    assert result.exit_code == 2
+    told = json.loads(result.stderr)
+    assert (told["error"], told["path"]) == ("NotARouteTraceError", str(tmp_path / "x"))
+    assert "k3-run --route-trace" in told["advice"]
+
+
+def test_a_damaged_trace_is_damage(trace: Path) -> None:
+    data = trace.read_bytes()
+    trace.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert simulate_cli("--trace", str(trace)).exit_code == 1
