@@ -1,4 +1,4 @@
-"""What all tests share: the tiny snapshot, made once; campaigns only when asked for; no deadlines.
+"""What all tests share: the tiny snapshot, made once; what takes long only when asked for; no deadlines.
 
 A slow machine is no failure: hypothesis must not judge by the clock. A failing example prints how to repeat it.
 """
@@ -21,13 +21,12 @@ settings.load_profile("k3")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave campaigns out unless -m names them."""
-    if "campaign" in (config.getoption("markexpr") or ""):
-        return
-    campaigns = [item for item in items if item.get_closest_marker("campaign")]
-    if campaigns:
-        config.hook.pytest_deselected(items=campaigns)
-        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+    """Leave out what takes long, unless -m names its marker."""
+    for marker in ("campaign", "sanitized"):
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        if left_out and marker not in (config.getoption("markexpr") or ""):
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@
 // The functions are serial, work on plain pointers, allocate nothing and throw nothing; threads, scratch and
 // checks belong to the files in kernels/src. All of them may run on any thread.
 //
-// Sanitizers: tests/kernels/test_sanitized.py makes recorded calls again, without Python. To run all tests
+// Sanitizers: `scripts/sanitize kernels` makes recorded calls again, without Python. To run all tests
 // with them, install into an environment of its own,
 //   pip install -C cmake.define.K3_SANITIZE=ON -C build-dir=build/sanitize -e '.[test]'
 // and run the tests there with the run-time libraries in front of Python's own,
