@@ -71,13 +71,14 @@ class Closer:
         self._threads_max = threads_max
         self._lock = threading.Lock()
         self._waiting: deque[socket.socket] = deque()
+        self._pending = 0  # those that wait, and those that a thread is at
         self._threads = 0
 
     @property
     def pending(self) -> int:
         """Connections that are not closed yet."""
         with self._lock:
-            return len(self._waiting) + self._threads
+            return self._pending
 
     @property
     def is_full(self) -> bool:
@@ -94,6 +95,7 @@ class Closer:
             return
         with self._lock:
             self._waiting.append(connection)
+            self._pending += 1
             if self._threads >= self._threads_max:
                 return
             self._threads += 1
@@ -113,6 +115,8 @@ class Closer:
                     return
                 connection = self._waiting.popleft()
             connection.close()
+            with self._lock:
+                self._pending -= 1
 
 
 def _is_drained(connection: socket.socket) -> bool:
