@@ -1,4 +1,4 @@
-"""Experts that are whole and yet no use: weights that are all zero, scale bytes that stand for no number.
+"""Experts that are whole and yet no use: weights that are all zero, scale bytes that no trained weight has.
 
 A published checkpoint may hold such bytes, or a download that was filled up with them. They are copied and proven
 like any others; these are the words for them, so that nobody takes them for damage of a container.
@@ -18,6 +18,9 @@ from k3.model.keys import ExpertKey, ExpertLayout, ExpertPart
 RESERVED_SCALE = 255
 """The scale byte that stands for no number (NaN, for formats that have one)."""
 
+SCALE_MAX = 127 + 40
+"""The largest scale byte of a weight that is used: a factor of 2^40, three of which meet in an expert's output."""
+
 _GLANCE_BYTES = 256
 _MAGNITUDES = 0x77  # of the two numbers in a byte, without their signs
 _LISTED = 5  # experts named in a note before "and N more"
@@ -28,7 +31,7 @@ class ExpertWatch:
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._parts = [part for part in layout.parts if part.nbytes and part.name.endswith(("_packed", "_scale"))]
-        self._reserved: set[str] = set()
+        self._largest: dict[str, int] = {}  # scale byte, by part
         self._used: set[str] = set()
 
     def feed(self, start: int, data: npt.NDArray[np.uint8]) -> None:
@@ -38,20 +41,31 @@ class ExpertWatch:
             if first < last:
                 self._look(part, data[first - start : last - start])
 
-    def problems(self) -> tuple[str, ...]:
-        """Return the oddities of the bytes that have passed, one phrase for each part."""
+    def add(self, other: ExpertWatch) -> None:
+        """Take in what another watch has seen of the same expert."""
+        self._used |= other._used
+        for name, largest in other._largest.items():
+            self._largest[name] = max(largest, self._largest.get(name, 0))
+
+    def problems(self, *, whole: bool = True) -> tuple[str, ...]:
+        """Return the oddities of the bytes that have passed, one phrase for each part.
+
+        Unless the payload has passed `whole`, nothing is said about bytes that may be elsewhere.
+        """
         phrases = []
         for part in self._parts:
-            if part.name in self._reserved:
+            largest = self._largest.get(part.name, 0)
+            if largest == RESERVED_SCALE:
                 phrases.append(f"{part.name} has the byte {RESERVED_SCALE}, which stands for no number")
-            elif part.name.endswith("_packed") and part.name not in self._used:
+            elif largest > SCALE_MAX:
+                phrases.append(f"{part.name} has the byte {largest}, a factor of 2^{largest - 127}")
+            elif whole and part.name.endswith("_packed") and part.name not in self._used:
                 phrases.append(f"{part.name} is all zeros")
         return tuple(phrases)
 
     def _look(self, part: ExpertPart, data: npt.NDArray[np.uint8]) -> None:
         if part.name.endswith("_scale"):
-            if int(data.max()) == RESERVED_SCALE:
-                self._reserved.add(part.name)
+            self._largest[part.name] = max(int(data.max()), self._largest.get(part.name, 0))
         elif part.name not in self._used:
             glance = data[:_GLANCE_BYTES]
             if (glance & _MAGNITUDES).any() or (data & _MAGNITUDES).any():

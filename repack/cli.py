@@ -26,6 +26,7 @@ from k3.base.errors import ExitCode
 from k3.base.option_types import SizeType, directories_option, short
 from k3.base.presence import is_there
 from k3.base.safe_text import counted
+from k3.checkpoint.odd_experts import odd_experts_note
 from k3.container.layout import VERSION
 from k3.model.kinds import MANIFEST_NAME
 from k3.model.tensor_recipe import MATRIX_ENCODINGS, Recipe
@@ -95,6 +96,7 @@ class _Display(Watcher):
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self._progress: Progress | None = None
+        self._told: set[str] = set()
 
     def phase(self, what: str, total_bytes: int) -> None:
         self.close()
@@ -109,6 +111,9 @@ class _Display(Watcher):
             self._progress.advance(nbytes)
 
     def note(self, text: str) -> None:
+        if text in self._told:
+            return
+        self._told.add(text)
         if self._as_json:
             emit_json("note", text=text)
         else:
@@ -227,6 +232,8 @@ def _repack(request: RepackRequest, as_json: bool) -> int:
         display.close()
         if comparison.huge_pages.refused and not result.huge_pages.refused:
             display.note(comparison.huge_pages.line())
+        if note := odd_experts_note(comparison.odd):
+            display.note(note)
         return _print_verdict(comparison, time.monotonic() - start, as_json)
     finally:
         display.close()

@@ -430,4 +430,5 @@ def compare_with_source(
         differences=tuple(destination.differences),
         through_page_cache=tuple(sorted({*destination.fell_back, *(str(p.parent) for p in streamer.fell_back)})),
         huge_pages=granted,
+        odd=assembler.odd,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from k3.base.errors import ExitCode, K3Error
@@ -128,7 +128,8 @@ class Comparison:
     """The outcome. `ledger` counts the container's bytes, `shards` the source's, each hashed whole.
 
     `counts` has all differences by cause, `differences` those that there was room for. `through_page_cache` are
-    directories that could not be read past the page cache, `huge_pages` what the buffers got.
+    directories that could not be read past the page cache, `huge_pages` what the buffers got, `odd` what
+    experts of the source are noted for.
     """
 
     ledger: Ledger[ComparedUnit]
@@ -139,6 +140,7 @@ class Comparison:
     differences: tuple[Difference, ...]
     through_page_cache: tuple[str, ...]
     huge_pages: HugePages
+    odd: Mapping[ExpertKey, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def difference_count(self) -> int:

@@ -231,8 +231,6 @@ def _stream(
             for number in todo:
                 _stream_shard(plan, number, assembler, destination, journal, watcher)
             destination.drain()
-            if note := odd_experts_note(assembler.odd):
-                watcher.note(note)
             granted = huge_pages([*streamer.buffers, *assembler.buffers])
             if unfinished := assembler.unfinished():
                 key = unfinished[0]
@@ -243,6 +241,8 @@ def _stream(
         finally:
             assembler.close()
             destination.close()
+            if note := odd_experts_note(assembler.odd):  # the run that goes on will not read them again
+                watcher.note(note)
         for place in sorted({*destination.fell_back, *(path.parent for path in streamer.fell_back)}):
             if request.direct:
                 watcher.note(f"{place}: the file system does not take O_DIRECT; went through the page cache")

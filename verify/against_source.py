@@ -7,7 +7,7 @@ differences into findings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from k3.base.ledger import Ledger
 from k3.checkpoint.snapshot import Snapshot
 from k3.container.manifest import Manifest
 from k3.container.reader import Container
+from k3.model.keys import ExpertKey
 from k3.model.kinds import MANIFEST_NAME
 from k3.model.tensor_recipe import Recipe
 from k3.repack.compare import compare_with_source
@@ -43,6 +44,7 @@ class SourceCheck:
     tensors: int = 0
     through_page_cache: set[str] = field(default_factory=set)
     huge_pages: HugePages = field(default_factory=HugePages)  # what the buffers got
+    odd: Mapping[ExpertKey, tuple[str, ...]] = field(default_factory=dict)  # experts that are sound and yet no use
 
 
 def open_source(manifest: Manifest, sources: Sequence[Path]) -> Snapshot:
@@ -103,4 +105,5 @@ def check_against_source(
         tensors=comparison.tensors,
         through_page_cache=set(comparison.through_page_cache),
         huge_pages=comparison.huge_pages,
+        odd=comparison.odd,
     )

@@ -230,8 +230,10 @@ class CatalogCheck:
 
     def _collect_targets(self) -> None:
         for key, extents in self.content.experts.items():
+            payload_offset = 0
             for extent in extents:
-                self._target(extent, layer=key.layer, expert=key.expert)
+                self._target(extent, layer=key.layer, expert=key.expert, payload_offset=payload_offset)
+                payload_offset += extent.payload_bytes
         for tensor in self.content.tensors:
             layer = layer_of(tensor.name)
             self._target(tensor.weights, layer=layer, tensor=tensor.name)
@@ -240,7 +242,13 @@ class CatalogCheck:
         self.targets.sort(key=lambda target: (target.file, target.offset))
 
     def _target(
-        self, extent: CatalogExtent, *, layer: int | None, expert: int | None = None, tensor: str | None = None
+        self,
+        extent: CatalogExtent,
+        *,
+        layer: int | None,
+        expert: int | None = None,
+        tensor: str | None = None,
+        payload_offset: int = 0,
     ) -> None:
         where = {"layer": layer, "expert": expert, "tensor": tensor}
         if extent.file >= len(self.manifest.files):
@@ -251,7 +259,17 @@ class CatalogCheck:
             self._add(f"extent is not inside {file.path}", offset=extent.offset, **where)
             return
         self.targets.append(
-            Target(extent.file, extent.offset, extent.stored_bytes, extent.digest, layer, expert, tensor)
+            Target(
+                extent.file,
+                extent.offset,
+                extent.stored_bytes,
+                extent.digest,
+                layer,
+                expert,
+                tensor,
+                payload_offset,
+                extent.payload_bytes,
+            )
         )
 
     @property

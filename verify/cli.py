@@ -117,6 +117,7 @@ def _read_data(
     report.findings += check.findings
     report.through_page_cache |= check.through_page_cache
     report.huge_pages += check.huge_pages
+    report.odd.update(check.odd)
     nbytes = check.ledger.proven_bytes
     report.data = {
         "selection": str(selection),
@@ -165,6 +166,7 @@ def _compare(
     report.uncounted += check.differences - len(check.findings)
     report.through_page_cache |= check.through_page_cache
     report.huge_pages += check.huge_pages
+    report.odd.update(check.odd)
     report.ledgers["source"], report.ledgers["shards"] = check.ledger, check.shards
     report.source = {
         "experts": check.experts,

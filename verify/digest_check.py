@@ -27,9 +27,12 @@ from k3.base.ledger import Ledger, Tally
 from k3.base.page_buffers import huge_buffer
 from k3.base.pages import PAGE_BYTES
 from k3.base.presence import was_absent
+from k3.checkpoint.odd_experts import ExpertWatch
 from k3.container.reader import went_away
+from k3.model.keys import ExpertKey
 from k3.verify.files import RESTORE
 from k3.verify.finding import Finding, Kind, finding_of
+from k3.verify.odd_pieces import OddPieces
 from k3.verify.structure import Structure
 from k3.verify.target import Target
 from k3.verify.verdict import Unit, unexplained
@@ -60,6 +63,7 @@ class BytesCheck:
     elapsed_s: float = 0.0
     through_page_cache: set[str] = field(default_factory=set)
     huge_pages: HugePages = field(default_factory=HugePages)  # what the buffers got
+    odd: dict[ExpertKey, tuple[str, ...]] = field(default_factory=dict)  # experts that are sound and yet no use
 
 
 def check_bytes(
@@ -115,6 +119,7 @@ class _Check:
         self._refused: dict[str, tuple[Kind, K3Error]] = {}  # by path: the first error of opening or closing
         self._trouble: K3Error | None = None  # what ended a thread
         self._buffers: list[Bytes] = []
+        self._odd = OddPieces(structure.layouts)
 
     def run(self) -> BytesCheck:
         began_s = time.monotonic()
@@ -142,6 +147,7 @@ class _Check:
             elapsed_s=time.monotonic() - began_s,
             through_page_cache=self._through_page_cache,
             huge_pages=huge_pages(self._buffers),
+            odd=self._odd.found(),
         )
 
     def _findings(self, ledger: Ledger[Target]) -> list[Finding]:
@@ -273,6 +279,9 @@ class _Check:
         good.update(t for t in run if checksum.digest(stored[t.offset - start : t.end - start]) == t.digest)
         for target in good:
             self._tally.settle(target)
+            watch = self._odd.watch(target)
+            _show(watch, target, target.offset, stored[target.offset - start : target.end - start])
+            self._odd.add(target, watch)
         return True
 
     def _check_alone(self, file: ReadFile, target: Target, buffer: Bytes) -> Finding | None:
@@ -288,13 +297,15 @@ class _Check:
             return self._finding(Kind.MISSING, problem, file, target)
         first = error = None
         for attempt in (1, 2):
+            watch = self._odd.watch(target)
             try:
-                found = self._digest(file, target, buffer)
+                found = self._digest(file, target, buffer, watch)
             except DriveError as raised:
                 error = raised
                 continue
             if found == target.digest:
                 self._tally.settle(target)
+                self._odd.add(target, watch)
                 if attempt == 1:
                     return None
                 what = "the drive refused the first read" if error else f"the first read gave digest {first}"
@@ -306,12 +317,14 @@ class _Check:
         problem = f"{target.stored_bytes} bytes have digest {first} instead of {target.digest.hex()}"
         return self._finding(Kind.DAMAGED, problem, file, target)
 
-    def _digest(self, file: ReadFile, target: Target, buffer: Bytes) -> bytes:
+    def _digest(self, file: ReadFile, target: Target, buffer: Bytes, watch: ExpertWatch | None) -> bytes:
         hasher = checksum.Hasher()
         for offset in range(target.offset, target.end, READ_BYTES):
             if self._stop.is_set():
                 break
-            hasher.update(file.read(offset, min(READ_BYTES, target.end - offset), buffer).data)
+            data = file.read(offset, min(READ_BYTES, target.end - offset), buffer)
+            hasher.update(data.data)
+            _show(watch, target, offset, data)
         return bytes(hasher.digest())
 
     def _finding(self, kind: Kind, problem: str, file: ReadFile, target: Target) -> Finding:
@@ -323,3 +336,10 @@ class _Check:
     def _root(self, target: Target) -> int:
         assert self._structure.manifest is not None
         return self._structure.manifest.files[target.file].root
+
+
+def _show(watch: ExpertWatch | None, target: Target, offset: int, data: Bytes) -> None:
+    """Let a watch see the bytes of a piece that begin at `offset` of its file, without padding."""
+    if watch is not None:
+        begun = offset - target.offset
+        watch.feed(target.payload_offset + begun, data[: max(0, target.payload_bytes - begun)])

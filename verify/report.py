@@ -11,6 +11,8 @@ from k3.base.errors import ExitCode
 from k3.base.huge_pages import HugePages
 from k3.base.ledger import Ledger
 from k3.base.safe_text import counted
+from k3.checkpoint.odd_experts import odd_experts_note
+from k3.model.keys import ExpertKey
 from k3.verify.finding import Finding, Severity
 from k3.verify.verdict import verdict
 
@@ -38,6 +40,7 @@ class Report:
     not_compared: str | None = None  # why --source could not be done
     through_page_cache: set[str] = field(default_factory=set)
     huge_pages: HugePages = field(default_factory=HugePages)  # what the buffers got
+    odd: dict[ExpertKey, tuple[str, ...]] = field(default_factory=dict)  # experts that are sound and yet no use
     _shown: int = 0
 
     @property
@@ -61,6 +64,11 @@ class Report:
             "not_compared": self.not_compared,
             "through_page_cache": sorted(self.through_page_cache),
             "huge_pages": asdict(self.huge_pages),
+            "odd_experts": len(self.odd),
+            "first_odd_experts": [
+                {"layer": key.layer, "expert": key.expert, "problems": list(self.odd[key])}
+                for key in sorted(self.odd)[:FINDINGS_MAX]
+            ],
         }
 
     def new_findings(self) -> list[Finding]:
@@ -93,6 +101,8 @@ class Report:
             yield f"note: {directory} cannot be read with O_DIRECT; its bytes came through the page cache"
         if self.huge_pages.refused:
             yield f"note: {self.huge_pages.line()}"
+        if note := odd_experts_note(self.odd):
+            yield f"note: {note}"
         yield self._verdict()
 
     def _verdict(self) -> str:

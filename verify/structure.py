@@ -24,6 +24,7 @@ from k3.base.pages import PAGE_BYTES
 from k3.container.layout import ROOT_NAME
 from k3.container.manifest import Manifest
 from k3.container.reader import read_manifest
+from k3.model.keys import ExpertLayout
 from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from k3.verify.catalog_check import CatalogCheck, CatalogContent, read_catalog
 from k3.verify.expected import header
@@ -53,6 +54,7 @@ class Structure:
     findings: list[Finding] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     catalogued: bool = False
+    layouts: dict[int, ExpertLayout] = field(default_factory=dict)  # of experts, by layer
     tally: Tally[Unit] = field(default_factory=Tally)
 
     def file_path(self, number: int) -> Path | None:
@@ -198,6 +200,7 @@ def _check_catalog(structure: Structure, manifest: Manifest) -> CatalogCheck | N
     check.run()
     structure.findings += check.findings
     structure.targets = check.targets
+    structure.layouts = {number: layer.layout for number, layer in content.layers.items()}
     structure.catalogued = True
     return check
 

@@ -46,6 +46,29 @@ def test_one_byte_decides_however_the_payload_is_cut(cuts: list[int], place: int
     assert bool(problems(data, cuts)) == (place >= 1024)
 
 
+@pytest.mark.parametrize(
+    ("scale", "said"), [(167, ()), (168, ("w1.weight_scale has the byte 168, a factor of 2^41",))]
+)
+def test_a_factor_that_no_weight_has_is_odd(scale: int, said: tuple[str, ...]) -> None:
+    data = payload()
+    data[1030] = scale
+    assert problems(data, []) == said
+
+
+def test_watches_of_pieces_add_up_and_a_part_says_nothing_of_the_rest() -> None:
+    data = payload()
+    data[:1024] = 0
+    data[1087] = 255
+    first, second = ExpertWatch(LAYOUT), ExpertWatch(LAYOUT)
+    first.feed(0, data[:700])
+    second.feed(700, data[700:])
+    assert first.problems(whole=False) == ()
+    first.add(second)
+    zeros, scale = "w1.weight_packed is all zeros", "w1.weight_scale has the byte 255, which stands for no number"
+    assert first.problems() == (zeros, scale)
+    assert first.problems(whole=False) == (scale,)
+
+
 def test_the_note_names_experts_and_says_how_many_more() -> None:
     assert odd_experts_note({}) is None
     odd = {ExpertKey(1, expert): ("w1.weight_packed is all zeros",) for expert in range(8)}

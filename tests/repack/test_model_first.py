@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.engines import VECTORS as ALL_VECTORS
-from tests.support.repacked import SMALL, rearrange, repacked, shard_tensors, source_tensors
+from tests.support.repacked import SMALL, changed, repacked, source_tensors
 
 VECTORS = ALL_VECTORS / "tiny_s0"
 
@@ -20,20 +19,6 @@ VECTORS = ALL_VECTORS / "tiny_s0"
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_snapshot(SMALL, tmp_path_factory.mktemp("small") / "snapshot")
-
-
-def changed(snapshot: Path, target: Path, change: dict[str, object]) -> Path:
-    """Copy a snapshot; `change` maps a tensor's name to what `dataclasses.replace` takes."""
-    shutil.copytree(snapshot, target)
-    shards = {path.name: shard_tensors(path) for path in sorted(target.glob("*.safetensors"))}
-    rearrange(
-        target,
-        {
-            name: [dataclasses.replace(tensor, **change.get(tensor.name, {})) for tensor in tensors]  # type: ignore[arg-type]
-            for name, tensors in shards.items()
-        },
-    )
-    return target
 
 
 def halves(snapshot: Path, target: Path) -> Path:

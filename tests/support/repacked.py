@@ -6,12 +6,14 @@ docs/container.md are used here, nothing of k3.container's layout or of the repa
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
+import shutil
 import signal
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,20 @@ def shard_tensors(path: Path) -> list[Tensor]:
         Tensor(name, e["dtype"], tuple(e["shape"]), raw[8 + length :][slice(*e["data_offsets"])])
         for name, e in ordered
     ]
+
+
+def changed(snapshot: Path, target: Path, change: Mapping[str, object]) -> Path:
+    """Copy a snapshot; `change` maps a tensor's name to what `dataclasses.replace` takes."""
+    shutil.copytree(snapshot, target)
+    shards = {path.name: shard_tensors(path) for path in sorted(target.glob("*.safetensors"))}
+    rearrange(
+        target,
+        {
+            name: [dataclasses.replace(tensor, **change.get(tensor.name, {})) for tensor in tensors]  # type: ignore[arg-type]
+            for name, tensors in shards.items()
+        },
+    )
+    return target
 
 
 def source_tensors(*directories: Path) -> dict[str, Tensor]:
