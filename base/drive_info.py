@@ -30,6 +30,15 @@ def drive_info(path: Path, sys: Path = SYS) -> DriveInfo:
     return DriveInfo(place.name, _line(place / "device" / "model"))
 
 
+def is_spinning(path: Path, sys: Path = SYS) -> bool:
+    """Return whether the drive that holds `path` has a head to move; False where that cannot be known."""
+    try:
+        device = drive_info(path, sys).device
+    except OSError:
+        return False
+    return device is not None and _line(sys / "block" / device / "queue" / "rotational") == "1"
+
+
 def device_read_bytes(pid: str = "self", proc: Path = PROC) -> int | None:
     """Bytes that a process had fetched from block devices; None where the kernel does not say."""
     try:

@@ -1,13 +1,15 @@
 """From a shard's bytes, in file order, to complete experts and dense tensors.
 
-The streaming thread feeds blocks; each run of a shard goes where the plan's route says. Experts are gathered in
-page-aligned buffers, since their tensors may lie in any order; dense tensors pass through `DenseSink`. The same
-code serves the repack and the comparison with the source: only the destination differs.
+The streaming thread feeds blocks, of one shard or of several in turns; each run of a shard goes where the plan's
+route says. Experts are gathered in page-aligned buffers, since their tensors may lie in any order; dense tensors
+pass through `DenseSink`. The same code serves the repack and the comparison with the source: only the destination
+differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,27 @@ from k3.base.direct_io import Bytes
 from k3.base.errors import ShardError
 from k3.base.pages import page_ceil
 from k3.checkpoint.odd_experts import ExpertWatch
+from k3.checkpoint.shard import Shard
 from k3.model.keys import ExpertKey
 from k3.repack.buffers import BufferPool
 from k3.repack.dense import OUTPUT_BYTES, DenseSink
 from k3.repack.destination import Destination
 from k3.repack.plan import ExpertRoute, Plan, PlannedTensor, Route
 from k3.repack.scratch_file import Scratch
-from k3.repack.shard_stream import ShardStreamer
+from k3.repack.shard_stream import ShardBegun, ShardBlock, ShardEnded, ShardStreamer
 
-RESIDENT_EXPERTS = 4
-"""Experts that may be incomplete in memory at once; further ones wait in the scratch file."""
-EXPERT_BUFFERS = RESIDENT_EXPERTS + 5
-OUTPUT_BUFFERS = 8
+WRITTEN_EXPERTS = 5
+"""Complete experts that may be on their way to the drives."""
+
+
+@dataclass(slots=True)
+class _ShardCursor:
+    """A shard that passes: the route that its next bytes take, and the dense tensor that they belong to."""
+
+    path: Path
+    routes: list[Route]
+    index: int = 0
+    dense: DenseSink | None = None
 
 
 @dataclass(slots=True)
@@ -56,8 +67,9 @@ class Assembler:
         self._destination = destination
         self._streamer = streamer
         largest = max((layer.layout.payload_bytes for layer in plan.layers.values()), default=1)
-        self._experts = BufferPool(EXPERT_BUFFERS, page_ceil(largest))
-        self._outputs = BufferPool(OUTPUT_BUFFERS, OUTPUT_BYTES)
+        self._resident = streamer.jobs.resident_experts
+        self._experts = BufferPool(self._resident + WRITTEN_EXPERTS, page_ceil(largest))
+        self._outputs = BufferPool(streamer.jobs.output_buffers, OUTPUT_BYTES)
         self._scratch = Scratch(scratch, largest)
         self._open: dict[ExpertKey, _OpenExpert] = {}
         self._in_place: dict[ExpertKey, _InPlaceExpert] = {}
@@ -78,44 +90,59 @@ class Assembler:
     def _scratch_keys(self) -> list[ExpertKey]:
         return [key for key in self._plan.experts() if key in self._scratch]
 
-    def shard(self, number: int, sha256: Any, on_bytes: Callable[[int], None]) -> None:
-        """Stream one shard through. `sha256` may be None; `on_bytes` is told of every block's size."""
-        shard = self._plan.snapshot.shards[number]
-        routes = self._plan.routes(number)
-        index = 0
-        dense: DenseSink | None = None
-        for offset, block in self._streamer.stream(shard.path, shard.size_bytes, sha256):
-            end = offset + len(block)
-            while index < len(routes) and routes[index].offset < end:
-                route = routes[index]
-                begun = max(0, offset - route.offset)
-                start = max(route.offset, offset) - offset
-                stop = min(route.offset + route.nbytes, end) - offset
-                data = block[start:stop]
-                last = route.offset + route.nbytes <= end
-                if isinstance(route.to, ExpertRoute):
-                    if route.nbytes:  # a part without elements adds nothing
-                        self._expert_bytes(shard.path, route, route.to, begun, data, last)
-                elif route.to is not None:
-                    if dense is None:
-                        dense = DenseSink(route.to, shard.path, self._destination, self._outputs)
-                    dense.feed(data)
-                    if last:
-                        dense.finish()
-                        dense = None
-                if not last:
-                    break
-                index += 1
-            on_bytes(len(block))
-        self._empty_tensors(routes[index:], shard.path)
+    def stream(
+        self, numbers: Sequence[int], on_bytes: Callable[[int], None], on_open: Callable[[Shard], None]
+    ) -> Generator[ShardBegun | ShardEnded, None, None]:
+        """Stream shards through, and yield the beginning and the end of each as they come.
 
-    def _empty_tensors(self, rest: list[Route], path: Path) -> None:
+        `on_bytes` is told of every block's size, `on_open` of every shard before its file is opened.
+        """
+        cursors: dict[int, _ShardCursor] = {}
+        shards = [(number, self._plan.snapshot.shards[number]) for number in numbers]
+        with closing(self._streamer.stream(shards, on_open)) as events:
+            for event in events:
+                if isinstance(event, ShardBlock):
+                    self._block(cursors[event.number], event.offset, event.data)
+                    on_bytes(len(event.data))
+                    continue
+                if isinstance(event, ShardBegun):
+                    path = self._plan.snapshot.shards[event.number].path
+                    cursors[event.number] = _ShardCursor(path, self._plan.routes(event.number))
+                else:
+                    self._empty_tensors(cursors.pop(event.number))
+                yield event
+
+    def _block(self, cursor: _ShardCursor, offset: int, block: Bytes) -> None:
+        """Send a shard's next bytes where they belong."""
+        end = offset + len(block)
+        while cursor.index < len(cursor.routes) and cursor.routes[cursor.index].offset < end:
+            route = cursor.routes[cursor.index]
+            begun = max(0, offset - route.offset)
+            start = max(route.offset, offset) - offset
+            stop = min(route.offset + route.nbytes, end) - offset
+            data = block[start:stop]
+            last = route.offset + route.nbytes <= end
+            if isinstance(route.to, ExpertRoute):
+                if route.nbytes:  # a part without elements adds nothing
+                    self._expert_bytes(cursor.path, route, route.to, begun, data, last)
+            elif route.to is not None:
+                if cursor.dense is None:
+                    cursor.dense = DenseSink(route.to, cursor.path, self._destination, self._outputs)
+                cursor.dense.feed(data)
+                if last:
+                    cursor.dense.finish()
+                    cursor.dense = None
+            if not last:
+                break
+            cursor.index += 1
+
+    def _empty_tensors(self, cursor: _ShardCursor) -> None:
         """Tensors without elements at the very end of a shard belong to no block."""
-        for route in rest:
+        for route in cursor.routes[cursor.index :]:
             if route.nbytes:
-                raise ShardError("shard ended before its last tensor", path=path, offset=route.offset)
+                raise ShardError("shard ended before its last tensor", path=cursor.path, offset=route.offset)
             if isinstance(route.to, PlannedTensor):
-                DenseSink(route.to, path, self._destination, self._outputs).finish()
+                DenseSink(route.to, cursor.path, self._destination, self._outputs).finish()
 
     def _expert_bytes(
         self, path: Path, route: Route, to: ExpertRoute, begun: int, data: Bytes, last: bool
@@ -125,7 +152,7 @@ class Assembler:
             return
         key = to.key
         payload_bytes = self._plan.layers[key.layer].layout.payload_bytes
-        if key in self._scratch or (key not in self._open and len(self._open) >= RESIDENT_EXPERTS):
+        if key in self._scratch or (key not in self._open and len(self._open) >= self._resident):
             if key not in self._scratch:
                 self._scratch.open_expert(key)
             if self._scratch.write(key, to.payload_offset, begun, data, last) == payload_bytes:

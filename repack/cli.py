@@ -23,7 +23,7 @@ from k3.base.cli_support import (
     version_option,
 )  # fmt: skip
 from k3.base.errors import ExitCode
-from k3.base.option_types import SizeType, directories_option, short
+from k3.base.option_types import SizeType, Whole, directories_option, short
 from k3.base.presence import is_there
 from k3.base.safe_text import counted
 from k3.checkpoint.odd_experts import odd_experts_note
@@ -32,8 +32,10 @@ from k3.model.kinds import MANIFEST_NAME
 from k3.model.tensor_recipe import MATRIX_ENCODINGS, Recipe
 from k3.repack import interrupts
 from k3.repack.comparison import Cause, Comparison
+from k3.repack.jobs import WANTED_MAX
 from k3.repack.plan import Plan
 from k3.repack.preflight import DriveNeed, check_file_sizes, check_space, drive_needs, estimate
+from k3.repack.probe import source_jobs
 from k3.repack.request import RepackRequest
 from k3.repack.root_marks import check_marks
 from k3.repack.run import (
@@ -166,6 +168,12 @@ class _Display(Watcher):
     "--bwlimit", type=SizeType(least=1), metavar="SIZE", help="Most bytes per second read from the source."
 )
 @click.option(
+    "--jobs",
+    type=Whole(least=1, most=WANTED_MAX),
+    metavar="N",
+    help="Shards streamed at once. Default: one for each processor, one alone from a spinning drive.",
+)
+@click.option(
     "--direct/--no-direct",
     default=True,
     show_envvar=True,
@@ -188,6 +196,7 @@ def main(
     plan_only: bool,
     verify: bool,
     bwlimit: int | None,
+    jobs: int | None,
     direct: bool,
     as_json: bool,
 ) -> None:
@@ -205,7 +214,7 @@ def main(
     request = RepackRequest(
         sources=(snapshot, *source_dirs), home=container, drives=dirs, shares=shares,
         recipe=Recipe(int(bits), int(mla_bits), int(head_bits)), in_place=in_place, layers=layers,
-        direct=direct, bytes_per_s=bwlimit, verify_full=verify,
+        direct=direct, bytes_per_s=bwlimit, verify_full=verify, jobs=jobs,
     )  # fmt: skip
     interrupts.install()
     body: Callable[[], int | None]
@@ -339,8 +348,9 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
     shares = request.root_shares(request.shares or (1,) * drives)
     plan = plan_for(request, snapshot, shares)
     directories = root_directories(request, plan)
-    needs = drive_needs(plan, directories, small_files.total_bytes)
-    expected = estimate(plan, needs)
+    jobs = source_jobs(request.jobs, snapshot)
+    needs = drive_needs(plan, directories, small_files.total_bytes, jobs)
+    expected = estimate(plan, needs, jobs)
     if as_json:
         emit_json(
             "summary",
@@ -353,7 +363,8 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
             drives=[{**asdict(need), "missing_bytes": need.missing_bytes} for need in needs],
             shares=[root.share for root in plan.roots if root.kind != "source"], shares_assumed=assumed,
             skipped=list(snapshot.vision),
-            unknown=list(snapshot.unknown), seconds=expected.seconds, warnings=notes,
+            unknown=list(snapshot.unknown), jobs=jobs.shards, seconds=expected.seconds, limit=expected.limit,
+            warnings=notes,
         )  # fmt: skip
     else:
         _print_plan_text(plan, directories, needs, assumed)
@@ -362,7 +373,8 @@ def _print_plan(request: RepackRequest, as_json: bool) -> int:
         else:
             echo(
                 f"time: about {_duration(expected.seconds)} at {expected.read_gb_per_s:.2f} GB/s measured on the "
-                f"source's drive, writes taken to be as fast, SHA-256 at {expected.hash_gb_per_s:.2f} GB/s"
+                f"source's drive, writes taken to be as fast, SHA-256 at {expected.hash_gb_per_s:.2f} GB/s "
+                f"({counted(jobs.shards, 'shard')} at once); the limit is {expected.limit}"
             )
         for warning in notes:
             echo(f"note: {warning}")

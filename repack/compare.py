@@ -9,11 +9,11 @@ hashed as it passes, and its digest compared with the manifest's. The verdict is
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from k3.container.layout import ROOT_NAME
 from k3.container.reader import Container, went_away
 from k3.model.keys import ExpertKey
 from k3.model.kinds import MANIFEST_NAME
-from k3.repack.assemble import EXPERT_BUFFERS, Assembler
+from k3.repack.assemble import Assembler
 from k3.repack.buffers import BufferPool
 from k3.repack.comparison import (
     Cause,
@@ -44,11 +44,14 @@ from k3.repack.comparison import (
     tensor_spans,
 )
 from k3.repack.interrupts import result, submit
+from k3.repack.jobs import ONE, Jobs
 from k3.repack.plan import Plan, PlannedTensor, Span
-from k3.repack.shard_stream import ShardStreamer
+from k3.repack.shard_stream import ShardBegun, ShardStreamer
 from k3.repack.throttle import Throttle
 
 READERS = 3
+TASKS_MAX = 36
+"""Comparisons that may wait for a reader."""
 DIFFERENCES_MAX = 1000
 """Differences that are described; further ones are only counted."""
 
@@ -270,7 +273,7 @@ class CompareDestination:
         self._files.clear()
 
     def _submit(self, work: Callable[[], None]) -> None:
-        if len(self._tasks) >= 4 * EXPERT_BUFFERS:
+        if len(self._tasks) >= TASKS_MAX:
             result(self._tasks.pop(0))
         self._tasks.append(submit(self._readers, work))
 
@@ -392,6 +395,7 @@ def compare_with_source(
     scratch: Path,
     direct: bool = True,
     throttle: Throttle | None = None,
+    jobs: Jobs = ONE,
     on_shard: Callable[[str], None] = lambda name: None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> Comparison:
@@ -402,15 +406,17 @@ def compare_with_source(
     are in the result; errors of the source itself are raised.
     """
     destination = CompareDestination(plan, container, direct=direct)
-    with ShardStreamer(direct=direct, throttle=throttle) as streamer:
+    with ShardStreamer(jobs, direct=direct, throttle=throttle) as streamer:
         assembler = Assembler(plan, destination, streamer, scratch)
         try:
-            for number, shard in enumerate(plan.snapshot.shards):
-                on_shard(shard.name)
-                sha256 = hashlib.sha256()
-                assembler.shard(number, sha256, on_bytes)
-                destination.drain()
-                destination.shard(number, sha256.hexdigest())
+            shards = plan.snapshot.shards
+            with closing(assembler.stream(range(len(shards)), on_bytes, lambda shard: None)) as events:
+                for event in events:
+                    if isinstance(event, ShardBegun):
+                        on_shard(shards[event.number].name)
+                    else:
+                        destination.drain()
+                        destination.shard(event.number, event.sha256)
             for number, file in enumerate(plan.files):
                 if file.kind != "source":
                     destination.header(number)
@@ -420,10 +426,10 @@ def compare_with_source(
         finally:
             assembler.close()
             destination.close()
-    ledger, shards = destination.ledgers()
+    ledger, hashed = destination.ledgers()
     return Comparison(
         ledger=ledger,
-        shards=shards,
+        shards=hashed,
         experts=len(destination.experts),
         tensors=len(destination.tensors),
         counts=dict(destination.counts),

@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from k3 import kernels
 from k3.base.errno_advice import Operation, refusal
 from k3.base.errors import DriveError, SpaceError
 from k3.base.free_space import free_bytes, largest_file_bytes
 from k3.base.notes import note_once
 from k3.base.presence import is_there, status
 from k3.container.layout import PARTIAL_SUFFIX
-from k3.repack.assemble import RESIDENT_EXPERTS
+from k3.repack.jobs import Jobs
 from k3.repack.plan import Plan
 from k3.repack.probe import read_rate
 from k3.repack.scratch_file import scratch_bytes
@@ -45,14 +48,18 @@ class DriveNeed:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Expected duration in seconds, from the measured read rate of the source's drive."""
+    """Expected duration in seconds and what it is bound by, from rates that were measured here.
+
+    `read_gb_per_s`, `seconds` and `limit` are None when the source is too small to measure its drive.
+    """
 
     read_gb_per_s: float | None
     hash_gb_per_s: float
     seconds: float | None
+    limit: str | None = None
 
 
-def drive_needs(plan: Plan, directories: Mapping[int, Path], small_bytes: int) -> list[DriveNeed]:
+def drive_needs(plan: Plan, directories: Mapping[int, Path], small_bytes: int, jobs: Jobs) -> list[DriveNeed]:
     """Per file system: bytes to write, bytes there already, bytes free. Writes nothing.
 
     `small_bytes` are those of the small files that home takes.
@@ -69,7 +76,7 @@ def drive_needs(plan: Plan, directories: Mapping[int, Path], small_bytes: int) -
         if 0 in numbers:
             extra += experts * (_JOURNAL_BYTES_PER_EXPERT + _CATALOG_BYTES_PER_EXPERT)
             extra += small_bytes
-            extra += scratch_bytes(plan, RESIDENT_EXPERTS)
+            extra += scratch_bytes(plan, jobs)
         free = free_bytes(_existing(directories[numbers[0]]))
         if free is None:
             note_once(
@@ -122,15 +129,16 @@ def check_file_sizes(plan: Plan, directories: Mapping[int, Path]) -> None:
             )
 
 
-def estimate(plan: Plan, needs: list[DriveNeed]) -> Estimate:
-    """How long a run will take: every drive transfers what it must, the processor hashes the source.
+def estimate(plan: Plan, needs: list[DriveNeed], jobs: Jobs) -> Estimate:
+    """Return how long a run will take, and which of its three works is the longest.
 
+    Every drive transfers what it must, processors hash the source, and the thread that routes quantizes matrices.
     Writes are assumed to be as fast as reads, which is what most drives do for this size of request.
     """
     shards = plan.snapshot.shards
     largest = max(shards, key=lambda shard: shard.size_bytes)
     rate = read_rate(largest.path)
-    hash_rate = _hash_rate()
+    hash_rate = _hash_rate() * jobs.hash_threads
     if rate is None:
         return Estimate(None, hash_rate / 1e9, None)
     source_devices = {shard.path.stat().st_dev for shard in shards}
@@ -139,15 +147,31 @@ def estimate(plan: Plan, needs: list[DriveNeed]) -> Estimate:
         device = _existing(Path(need.directories[0])).stat().st_dev
         reads = plan.read_bytes if device in source_devices else 0
         busiest = max(busiest, need.write_bytes + reads)
-    seconds = max(max(busiest, plan.read_bytes) / rate, plan.read_bytes / hash_rate)
-    return Estimate(rate / 1e9, hash_rate / 1e9, seconds)
+    quantized_bytes = sum(tensor.source.nbytes for tensor in plan.tensors if tensor.scales is not None)
+    works = {
+        "the drive": max(busiest, plan.read_bytes) / rate,
+        "SHA-256": plan.read_bytes / hash_rate,
+        "quantization": quantized_bytes / _quantize_rate() if quantized_bytes else 0.0,
+    }
+    limit = max(works, key=lambda name: works[name])
+    return Estimate(rate / 1e9, hash_rate / 1e9, works[limit], limit)
 
 
 def _hash_rate() -> float:
+    """Return the bytes per second that one processor hashes."""
     data = bytes(16 << 20)
     start = time.perf_counter()
     hashlib.sha256(data).digest()
     return len(data) / (time.perf_counter() - start)
+
+
+def _quantize_rate() -> float:
+    """Return the bytes of bfloat16 weights per second that are quantized, with all processors."""
+    rows = np.zeros((1024, 4096), np.uint16)
+    kernels.quantize_int8(rows[:64])
+    start = time.perf_counter()
+    kernels.quantize_int8(rows)
+    return rows.nbytes / (time.perf_counter() - start)
 
 
 def _existing(directory: Path) -> Path:

@@ -1,4 +1,7 @@
-"""How fast a drive reads: a short O_DIRECT measurement, from which shares and time estimates follow."""
+"""The machine as the repacker finds it: how fast drives read, and how many shards to stream at once.
+
+Rates come from a short O_DIRECT measurement; shares and time estimates follow from them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from k3 import kernels
 from k3.base.direct_io import ReadFile, WriteFile, drive_error
+from k3.base.drive_info import is_spinning
 from k3.base.errno_advice import Operation
 from k3.base.new_file import create_unguessed, remove_unguessed
 from k3.base.page_buffers import huge_buffer, populate
+from k3.checkpoint.snapshot import Snapshot
+from k3.repack.jobs import Jobs, choose_jobs
 
 PROBE_BYTES = 128 << 20
 REQUEST_BYTES = 4 << 20
@@ -71,3 +78,13 @@ def shares_from_rates(rates: Sequence[float]) -> tuple[int, ...]:
         return (1,) * len(rates)
     total = sum(rates)
     return tuple(max(1, round(100 * rate / total)) for rate in rates)
+
+
+def source_jobs(wanted: int | None, snapshot: Snapshot) -> Jobs:
+    """Return the jobs that a snapshot is streamed with on this machine; `wanted` None lets them be chosen."""
+    return choose_jobs(
+        wanted,
+        shards=len(snapshot.shards),
+        cpus=kernels.usable_cpus(),
+        spinning=any(is_spinning(directory) for directory in snapshot.directories),
+    )

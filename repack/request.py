@@ -18,7 +18,8 @@ class RepackRequest:
     """Source directories, destination and choices; paths as the user gave them.
 
     `drives` are the directories that take expert pieces, empty for home alone; `shares` belong to them, None to
-    measure. `layers` restricts the container to some decoder layers.
+    measure. `layers` restricts the container to some decoder layers. `jobs` is the number of shards that are
+    streamed at once, None to choose; it changes no byte of the container.
     """
 
     sources: tuple[Path, ...]
@@ -31,6 +32,7 @@ class RepackRequest:
     direct: bool = True
     bytes_per_s: int | None = None
     verify_full: bool = False
+    jobs: int | None = None
 
     def root_directories(self) -> tuple[Path, ...]:
         """Directories by root number: home, then the drives that are not home."""

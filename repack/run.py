@@ -7,9 +7,8 @@ the run afterwards leaves a journal from which the same command continues.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from k3.base.presence import is_named, is_there
 from k3.base.regular_file import RegularFile
 from k3.checkpoint.model_check import check_model
 from k3.checkpoint.odd_experts import odd_experts_note
+from k3.checkpoint.shard import Shard
 from k3.checkpoint.snapshot import Snapshot
 from k3.container.layout import (
     DIGEST_BYTES,
@@ -38,17 +38,18 @@ from k3.repack.compare import compare_with_source
 from k3.repack.comparison import Comparison
 from k3.repack.destination_state import is_in_place, recognise, refuse_foreign_files
 from k3.repack.durable import refuse_unfinished
+from k3.repack.jobs import Jobs
 from k3.repack.journal import Journal
 from k3.repack.journal_file import START_ANEW, ShardRecord
 from k3.repack.lock import RootLocks
 from k3.repack.plan import Plan
 from k3.repack.preflight import check_file_sizes, check_space, drive_needs
-from k3.repack.probe import drive_rate, shares_from_rates
+from k3.repack.probe import drive_rate, shares_from_rates, source_jobs
 from k3.repack.publish import finish_data_files, publish, remove_journal
 from k3.repack.request import RepackRequest
 from k3.repack.resume_check import Recheck, journalled_bytes, recheck
 from k3.repack.root_marks import check_marks, is_marked, mark_roots, remove_marks, written_roots
-from k3.repack.shard_stream import ShardStreamer
+from k3.repack.shard_stream import ShardBegun, ShardEnded, ShardStreamer
 from k3.repack.small_files import SmallFiles
 from k3.repack.throttle import Throttle
 from k3.repack.write import WriteDestination
@@ -157,7 +158,8 @@ def _repack_locked(
     plan = plan_for(request, snapshot, shares)
     directories = root_directories(request, plan)
     check_file_sizes(plan, directories)
-    check_space(drive_needs(plan, directories, small_files.total_bytes))
+    jobs = source_jobs(request.jobs, snapshot)
+    check_space(drive_needs(plan, directories, small_files.total_bytes, jobs))
     journal = Journal(journal_path)
     try:
         continues = journal.begin(_request_record(request, snapshot, small_files, shares, probes))
@@ -165,7 +167,7 @@ def _repack_locked(
         if not is_marked(request.home):
             _mark(request, directories, journal)
         checked = _resume(plan, directories, journal, request, watcher) if continues else None
-        read_bytes, written_bytes, granted = _stream(plan, directories, journal, request, watcher)
+        read_bytes, written_bytes, granted = _stream(plan, directories, journal, request, jobs, watcher)
         refuse_unfinished(plan, journal)
         finish_data_files(plan, directories, direct=request.direct)
         manifest = publish(plan, directories, journal, probes, small_files)
@@ -193,6 +195,7 @@ def verify_full(request: RepackRequest, watcher: Watcher) -> Comparison:
             scratch=request.home / SCRATCH_NAME,
             direct=request.direct,
             throttle=Throttle(request.bytes_per_s),
+            jobs=source_jobs(request.jobs, snapshot),
             on_shard=watcher.item,
             on_bytes=watcher.advance,
         )
@@ -215,7 +218,12 @@ def _mark(request: RepackRequest, directories: Mapping[int, Path], journal: Jour
 
 
 def _stream(
-    plan: Plan, directories: Mapping[int, Path], journal: Journal, request: RepackRequest, watcher: Watcher
+    plan: Plan,
+    directories: Mapping[int, Path],
+    journal: Journal,
+    request: RepackRequest,
+    jobs: Jobs,
+    watcher: Watcher,
 ) -> tuple[int, int, HugePages]:
     """Stream every shard that still has something to give; returns bytes read, bytes written, and what the buffers
     got."""
@@ -224,12 +232,11 @@ def _stream(
     watcher.phase("repacking", read_bytes)
     destination = WriteDestination(plan, directories, journal, direct=request.direct)
     throttle = Throttle(request.bytes_per_s)
-    with ShardStreamer(direct=request.direct, throttle=throttle) as streamer:
+    with ShardStreamer(jobs, direct=request.direct, throttle=throttle) as streamer:
         assembler = Assembler(plan, destination, streamer, directories[0] / SCRATCH_NAME)
         try:
             _create_empty_files(plan, destination)
-            for number in todo:
-                _stream_shard(plan, number, assembler, destination, journal, watcher)
+            _stream_shards(plan, todo, assembler, destination, journal, watcher)
             destination.drain()
             granted = huge_pages([*streamer.buffers, *assembler.buffers])
             if unfinished := assembler.unfinished():
@@ -249,34 +256,46 @@ def _stream(
     return read_bytes, destination.written_bytes, granted
 
 
-def _stream_shard(
+def _stream_shards(
     plan: Plan,
-    number: int,
+    todo: Sequence[int],
     assembler: Assembler,
     destination: WriteDestination,
     journal: Journal,
     watcher: Watcher,
 ) -> None:
-    shard = plan.snapshot.shards[number]
-    watcher.item(shard.name)
-    before = _status(shard.path)
-    sha256 = hashlib.sha256()
-    assembler.shard(number, sha256, watcher.advance)
-    digest = sha256.hexdigest()
+    """Stream shards through, and check and record the digest of each as soon as it is known."""
+    found: dict[str, os.stat_result] = {}
+
+    def look(shard: Shard) -> None:
+        found[shard.name] = _status(shard.path)
+
+    with contextlib.closing(assembler.stream(todo, watcher.advance, look)) as events:
+        for event in events:
+            shard = plan.snapshot.shards[event.number]
+            if isinstance(event, ShardBegun):
+                watcher.item(shard.name)
+                continue
+            _check_shard(plan, event, destination, journal)
+            status = found.pop(shard.name)
+            destination.shard(shard.name, ShardRecord(event.sha256, status.st_size, status.st_mtime_ns))
+
+
+def _check_shard(plan: Plan, ended: ShardEnded, destination: WriteDestination, journal: Journal) -> None:
+    """Compare a shard's digest with what is known of it. ShardError, and what came from it is forgotten."""
+    shard, digest = plan.snapshot.shards[ended.number], ended.sha256
     known = journal.shards.get(shard.name)
-    problem = None
     if shard.blob_sha256 is not None and digest != shard.blob_sha256:
         problem = f"shard's SHA-256 is {digest}, but it was published as {shard.blob_sha256}"
     elif known is not None and known.sha256 != digest:
         problem = f"shard's SHA-256 is {digest}; the unfinished run read {known.sha256}"
-    if problem is not None:
-        destination.drain()
-        keys, positions = plan.shard_units(number)
-        journal.forget(keys, positions)
-        raise ShardError(
-            problem, path=shard.path, advice="The file is damaged or another one: fetch it again, then run again"
-        )
-    destination.shard(shard.name, ShardRecord(digest, before.st_size, before.st_mtime_ns))
+    else:
+        return
+    destination.drain()
+    journal.forget(*plan.shard_units(ended.number))
+    raise ShardError(
+        problem, path=shard.path, advice="The file is damaged or another one: fetch it again, then run again"
+    )
 
 
 def _shards_to_read(plan: Plan, journal: Journal) -> list[int]:

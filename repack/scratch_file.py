@@ -8,6 +8,7 @@ Each part is digested while it comes from the source, and checked when it is rea
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from k3.base.errors import DamageError
 from k3.base.new_file import create_nameless
 from k3.base.pages import page_ceil
 from k3.model.keys import ExpertKey
-from k3.repack.plan import ExpertRoute, Plan
+from k3.repack.jobs import Jobs, read_order
+from k3.repack.plan import ExpertRoute, Plan, Route
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class _Spilled:
     slot: int
     arrived_bytes: int = 0
     parts: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # payload offset -> size, digest
+    hashers: dict[int, checksum.Hasher] = field(default_factory=dict)  # payload offset -> of a part that comes
 
 
 class Scratch:
@@ -43,7 +46,6 @@ class Scratch:
         self._experts: dict[ExpertKey, _Spilled] = {}
         self._free: list[int] = []
         self._slots = 0
-        self._hasher = checksum.Hasher()
 
     def __contains__(self, key: ExpertKey) -> bool:
         return key in self._experts
@@ -69,8 +71,8 @@ class Scratch:
         spilled = self._experts[key]
         position = spilled.slot * self._slot_bytes + payload_offset + begun_bytes
         if begun_bytes == 0:
-            self._hasher = checksum.Hasher()
-        self._hasher.update(data.data)
+            spilled.hashers[payload_offset] = checksum.Hasher()
+        spilled.hashers[payload_offset].update(data.data)
         done = 0
         while done < len(data):
             try:
@@ -81,7 +83,8 @@ class Scratch:
                 ) from error
         spilled.arrived_bytes += len(data)
         if last:
-            spilled.parts[payload_offset] = (begun_bytes + len(data), self._hasher.digest())
+            digest = spilled.hashers.pop(payload_offset).digest()
+            spilled.parts[payload_offset] = (begun_bytes + len(data), digest)
         return spilled.arrived_bytes
 
     def take(self, key: ExpertKey, into: Bytes) -> None:
@@ -113,30 +116,41 @@ class Scratch:
             self._fd = -1
 
 
-def scratch_bytes(plan: Plan, resident: int) -> int:
-    """Most bytes the scratch file will hold when `resident` experts may be open in memory. Pure."""
+def scratch_bytes(plan: Plan, jobs: Jobs) -> int:
+    """Return the most bytes that the scratch file will hold when all shards of a plan are streamed. Pure."""
     if plan.in_place or not plan.layers:
         return 0
     slot = page_ceil(max(layer.layout.payload_bytes for layer in plan.layers.values()))
     missing: dict[ExpertKey, int] = {}
     in_memory: set[ExpertKey] = set()
     slots = peak = 0
-    for shard in range(len(plan.snapshot.shards)):
-        for route in plan.routes(shard):
-            if not isinstance(route.to, ExpertRoute):
-                continue
-            key = route.to.key
-            if key not in missing:
-                missing[key] = plan.layers[key.layer].layout.payload_bytes
-                if len(in_memory) < resident:
-                    in_memory.add(key)
-                else:
-                    slots += 1
-                    peak = max(peak, slots)
-            missing[key] -= route.nbytes
-            if missing[key] == 0:
-                if key in in_memory:
-                    in_memory.remove(key)
-                else:
-                    slots -= 1
+    routes: dict[int, deque[Route]] = {}
+    for read in read_order(
+        [(number, shard.size_bytes) for number, shard in enumerate(plan.snapshot.shards)], jobs
+    ):
+        if read.offset == 0:
+            routes[read.number] = deque(plan.routes(read.number))
+        left = routes[read.number]
+        end = read.offset + read.nbytes
+        while left and left[0].offset < end:
+            route = left[0]
+            arrived = min(route.offset + route.nbytes, end) - max(route.offset, read.offset)
+            if isinstance(route.to, ExpertRoute) and arrived:
+                key = route.to.key
+                if key not in missing:
+                    missing[key] = plan.layers[key.layer].layout.payload_bytes
+                    if len(in_memory) < jobs.resident_experts:
+                        in_memory.add(key)
+                    else:
+                        slots += 1
+                        peak = max(peak, slots)
+                missing[key] -= arrived
+                if missing[key] == 0:
+                    if key in in_memory:
+                        in_memory.remove(key)
+                    else:
+                        slots -= 1
+            if route.offset + route.nbytes > end:
+                break
+            left.popleft()
     return peak * slot

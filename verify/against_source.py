@@ -23,6 +23,7 @@ from k3.model.tensor_recipe import Recipe
 from k3.repack.compare import compare_with_source
 from k3.repack.comparison import Cause, ComparedUnit
 from k3.repack.plan import Plan
+from k3.repack.probe import source_jobs
 from k3.verify.finding import Finding, Kind
 
 _SCRATCH_NAME = "k3-verify-scratch.partial"
@@ -91,6 +92,7 @@ def check_against_source(
             container,
             scratch=scratch / _SCRATCH_NAME,
             direct=direct,
+            jobs=source_jobs(None, snapshot),
             on_shard=on_shard,
             on_bytes=on_bytes,
         )

@@ -27,7 +27,7 @@ from typing import Any
 from k3.base import direct_io
 from k3.base.errors import K3Error
 from k3.model.tensor_recipe import Recipe
-from k3.repack import assemble, publish, shard_stream, write
+from k3.repack import assemble, jobs, publish, write
 from k3.repack.journal import Journal
 from k3.repack.request import DEFAULT_RECIPE, RepackRequest
 from k3.repack.run import Watcher, repack
@@ -51,6 +51,7 @@ class Configuration:
     layers: tuple[int, ...] | None = None
     recipe: Recipe = DEFAULT_RECIPE
     split: bool = False
+    jobs: int | None = None
 
 
 CONFIGURATIONS = {
@@ -64,6 +65,7 @@ CONFIGURATIONS = {
     "scattered": Configuration(replace(WIDE, experts=9, expert_order="scattered", shards_per_layer=3)),
     "split": Configuration(TINY, ("home", "a"), (1, 1), split=True),
     "layers": Configuration(WIDE, layers=(0, 2)),
+    "jobs": Configuration(replace(WIDE, experts=4, expert_order="scattered", shards_per_layer=3), jobs=4),
 }
 
 
@@ -199,6 +201,7 @@ class Bench:
         self.request = RepackRequest(
             sources=(self.source, *more), home=self.out / "home", drives=drives, shares=configuration.shares,
             recipe=configuration.recipe, in_place=configuration.in_place, layers=configuration.layers,
+            jobs=configuration.jobs,
         )  # fmt: skip
         self.source_tree = tree(place / "source", *more)
         self.events = 0
@@ -258,7 +261,7 @@ def small_units() -> None:
     """Blocks, commits and open files in the model's proportions, so that a tiny run has a large run's course."""
     write.COMMIT_BYTES = 40_000
     write.OPEN_FILES_MAX = 2
-    shard_stream.BLOCK_BYTES = 16384
+    jobs.BLOCK_BYTES = 16384
     vars(assemble)["OUTPUT_BYTES"] = 8192
 
 

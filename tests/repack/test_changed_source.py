@@ -101,7 +101,7 @@ def test_a_replaced_shard_is_refused_even_if_no_unit_of_it_is_compared(case: Cas
 
 
 def test_a_replaced_shard_that_was_half_read_is_refused(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("k3.repack.shard_stream.BLOCK_BYTES", 16384)
+    monkeypatch.setattr("k3.repack.jobs.BLOCK_BYTES", 16384)
 
     class StopInside(Watcher):
         shard = ""
@@ -211,7 +211,7 @@ def test_a_bad_blob_may_be_repaired_after_a_kill_in_its_middle(
     cached: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The journal holds units of the bad bytes, with digests that fit them."""
-    monkeypatch.setattr("k3.repack.shard_stream.BLOCK_BYTES", 16384)
+    monkeypatch.setattr("k3.repack.jobs.BLOCK_BYTES", 16384)
     blob = shard_path(cached, 1).resolve()
 
     class StopLate(Watcher):
@@ -244,7 +244,7 @@ def test_a_bad_blob_may_be_repaired_after_a_kill_in_its_middle(
 @pytest.mark.parametrize("blocks", [1, 3, 5])
 def test_experts_over_several_shards_are_read_again_as_a_whole(tmp_path: Path, blocks: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip  # noqa: E501
     """Some experts are durable, a shard that holds parts of them is done, another that does is not."""
-    monkeypatch.setattr("k3.repack.shard_stream.BLOCK_BYTES", 8192)
+    monkeypatch.setattr("k3.repack.jobs.BLOCK_BYTES", 8192)
     model = dataclasses.replace(WIDE, expert_order="scattered", shards_per_layer=3, experts=9)
     source = write_snapshot(model, tmp_path / "snapshot")
     request = RepackRequest(sources=(source,), home=tmp_path / "home", in_place=in_place)

@@ -16,7 +16,7 @@ from k3.checkpoint.safetensors_header import parse_header
 from k3.checkpoint.snapshot import Snapshot
 from k3.model.keys import Encoding, ExpertKey
 from k3.model.tensor_recipe import Recipe
-from k3.repack.assemble import RESIDENT_EXPERTS
+from k3.repack.jobs import choose_jobs
 from k3.repack.plan import ExpertRoute, Plan, PlannedTensor, Span
 from k3.repack.scratch_file import Scratch, scratch_bytes
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot, write_sparse_snapshot
@@ -157,7 +157,8 @@ def test_the_scratch_file_is_never_larger_than_planned(
     place = tmp_path_factory.mktemp("scratch")
     source = write_snapshot(model, place / "snapshot")
     plan = Plan(Snapshot.open([source]), Recipe(), (1,))
-    planned = scratch_bytes(plan, RESIDENT_EXPERTS)
+    wanted = data.draw(st.integers(1, 4))
+    jobs = choose_jobs(wanted, shards=len(plan.snapshot.shards), cpus=2, spinning=False)
     used: list[int] = []
     original = Scratch.close
 
@@ -167,7 +168,9 @@ def test_the_scratch_file_is_never_larger_than_planned(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scratch, "close", close)
-        repacked(source, place / "out")
+        patch.setattr("k3.repack.jobs.BLOCK_BYTES", 16384)
+        planned = scratch_bytes(plan, jobs)
+        repacked(source, place / "out", "--jobs", wanted)
     assert used == [planned]
     if model.expert_order != "scattered" and model.shards_per_layer == 1:
         assert planned == 0

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from k3.base.errors import DriveError, SpaceError
 from k3.repack import probe
 from k3.repack.buffers import BufferPool
+from k3.repack.jobs import ONE
 from k3.repack.probe import drive_rate, read_rate, shares_from_rates
-from k3.repack.shard_stream import BLOCKS, ShardStreamer
+from k3.repack.shard_stream import ShardStreamer
 from k3.repack.throttle import SLEEP_MAX_S, Throttle
 from tests.support.mounts import small_tmpfs
 
@@ -112,9 +113,9 @@ def test_buffers_go_round_and_are_made_once(count: int, nbytes: int) -> None:
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
 def test_large_buffers_ask_for_huge_pages() -> None:
     pool = BufferPool(2, 3 << 20)
-    with ShardStreamer() as streamer:
+    with ShardStreamer(ONE) as streamer:
         buffers = [pool.take(), pool.take(), *streamer.buffers]
-        assert len(buffers) == 2 + BLOCKS
+        assert len(buffers) == 2 + ONE.blocks
         assert all(asks_for_huge_pages(buffer.ctypes.data) for buffer in buffers)
     small = BufferPool(1, 1 << 20).take()
     assert not asks_for_huge_pages(small.ctypes.data)

@@ -377,7 +377,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, kind: str, part: str, number: int =
 def test_a_source_that_cannot_be_read(
     snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str, undisturbed: dict[str, str]
 ) -> None:
-    monkeypatch.setattr("k3.repack.shard_stream.BLOCK_BYTES", 16384)
+    monkeypatch.setattr("k3.repack.jobs.BLOCK_BYTES", 16384)
     with monkeypatch.context() as patch:
         failing(patch, "read", shard, skip=1)
         message = refused(snapshot, tmp_path / "out", code=6)
@@ -396,11 +396,12 @@ def test_a_source_that_goes_away(
     """A drive that is pulled out while it is read, or when only the small files are still to be written."""
     source, away = tmp_path / "snapshot", tmp_path / "away"
     shutil.copytree(snapshot, source)
-    step = {"shard": "_stream_shard", "texts": "publish"}[lost]
+    step = {"shard": "_status", "texts": "publish"}[lost]
     original = getattr(run, step)
+    third = sorted(source.glob("*.safetensors"))[2]
 
     def unplug(*arguments: Any) -> Any:
-        if lost == "texts" or arguments[1] == 2:
+        if (lost == "texts" or arguments[0] == third) and source.exists():
             source.rename(away)
         return original(*arguments)
 

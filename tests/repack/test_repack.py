@@ -174,7 +174,7 @@ def test_memory_and_threads_do_not_show_in_the_bytes(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repacked(wide, tmp_path / "a")
-    monkeypatch.setattr("k3.repack.shard_stream.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("k3.repack.jobs.BLOCK_BYTES", 4096)
     monkeypatch.setattr("k3.repack.assemble.OUTPUT_BYTES", 4096)
     monkeypatch.setattr("k3.repack.dense.GATHER_BYTES", 100)
     monkeypatch.setattr("k3.repack.write.COMMIT_BYTES", 1)

@@ -59,14 +59,14 @@ def test_what_happens_to_a_file_during_the_run_changes_nothing(
     name: str, change: str, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repacked(snapshot, tmp_path / "wanted")
-    original = run._stream_shard
+    original = run._check_shard
 
-    def meanwhile(plan, number, *arguments):  # type: ignore[no-untyped-def]
-        if number == 1:
+    def meanwhile(plan, ended, *arguments):  # type: ignore[no-untyped-def]
+        if ended.number == 0:
             CHANGES[change](snapshot / name)
-        return original(plan, number, *arguments)
+        return original(plan, ended, *arguments)
 
-    monkeypatch.setattr(run, "_stream_shard", meanwhile)
+    monkeypatch.setattr(run, "_check_shard", meanwhile)
     repacked(snapshot, tmp_path / "out")
     assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
     again = repacked(snapshot, tmp_path / "out", code=3 if (name, change) == ("config.json", "deleted") else 8)
