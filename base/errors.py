@@ -72,10 +72,16 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
 }
 
 
+_VERBS = (
+    "is ", "was ", "has ", "does ", "cannot be ", "holds ", "names ", "says ", "lies ", "ends ", "differs ",
+)  # fmt: skip
+
+
 class K3Error(Exception):
     """An operating error: what, where, and what to do.
 
-    `problem` is one sentence without a full stop. The keywords name the place; `advice` is the next step.
+    `problem` is one sentence without a full stop; where it begins with a verb ("is a dangling link"), the place is
+    its subject. The keywords name the place; `advice` is the next step.
     """
 
     exit_code: ExitCode = ExitCode.INTERNAL
@@ -118,6 +124,8 @@ class K3Error(Exception):
     def __str__(self) -> str:
         where = self.where()
         text = f"{self.problem} ({where})" if where else self.problem
+        if where and self.problem.startswith(_VERBS):
+            text = f"{where} {self.problem}"
         return visible(f"{text}. {self.advice}" if self.advice else text)
 
     def as_dict(self) -> dict[str, Any]:

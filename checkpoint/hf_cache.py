@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from k3.base.direct_io import drive_error
-from k3.base.errors import DriveError, SourceError
+from k3.base.errors import SourceError
 from k3.base.safe_text import shown_name
 from k3.model.model_config import CONFIG_NAME
 
@@ -55,7 +55,8 @@ def snapshot_directory(path: Path) -> Path:
 def possible_snapshots(path: Path) -> list[Path]:
     """`path` and, if it is a cache folder, the directories of all its revisions, by name.
 
-    For looking for files that are known by name: nothing is refused, what cannot be looked at is left out.
+    For looking for files that are known by name. A path that is no directory has no revisions; DriveError when the
+    system does not say which there are.
     """
     revisions_in = path if path.name == "snapshots" else path / "snapshots"
     try:
@@ -63,7 +64,7 @@ def possible_snapshots(path: Path) -> list[Path]:
             path,
             *(revisions_in / name for name, is_directory in list_directory(revisions_in) if is_directory),
         ]
-    except (SourceError, DriveError):
+    except SourceError:
         return [path]
 
 

@@ -8,7 +8,7 @@ size; no tensor is touched. After that `Container` is immutable and may be used 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -260,10 +260,10 @@ def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tupl
     """Find every root: drive roots by the UUID in their root.json, among `places` and where roots were recorded.
 
     A place may be a download cache's folder above the snapshot that is looked for. IncompleteError names every
-    root that is nowhere.
+    root that is nowhere; DriveError when one may be in a folder that cannot be listed.
     """
     hints = recorded_places(home, manifest)
-    places = [directory for place in places for directory in possible_snapshots(place)]
+    places, refused = listed_places(places)
     drives = {uuid: place for place in (*hints, *places) if (uuid := _root_identity(place, manifest)) is not None}
     found = []
     missing = []
@@ -279,6 +279,8 @@ def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tupl
             missing.append(f"root {number} ({root.kind} {root.uuid}, last at {root.path})")
         else:
             found.append(LocatedRoot(number, root, directory))
+    if missing and refused:
+        raise refused[0]
     if missing:
         raise IncompleteError(
             f"{len(missing)} of {len(manifest.roots)} roots are not there: {'; '.join(missing)}",
@@ -306,7 +308,23 @@ def went_away(number: int, manifest: Manifest, directory: Path) -> bool:
 def unused_places(roots: Sequence[LocatedRoot], places: Sequence[Path]) -> list[Path]:
     """Which of the `places` that were named hold none of the located `roots`: misspelt, or not mounted."""
     used = {root.directory.resolve() for root in roots}
-    return [place for place in places if used.isdisjoint(path.resolve() for path in possible_snapshots(place))]
+    return [place for place in places if used.isdisjoint(path.resolve() for path in listed_places([place])[0])]
+
+
+def listed_places(places: Iterable[Path]) -> tuple[list[Path], list[DriveError]]:
+    """The `places`, each followed by the revisions in it if it is a download cache's folder.
+
+    Beside them the errors of folders that could not be listed: what is there nobody knows.
+    """
+    listed: list[Path] = []
+    refused = []
+    for place in places:
+        try:
+            listed += possible_snapshots(place)
+        except DriveError as error:
+            listed.append(place)
+            refused.append(error)
+    return listed, refused
 
 
 def _root_identity(directory: Path, manifest: Manifest) -> str | None:

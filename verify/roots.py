@@ -17,10 +17,9 @@ from k3.base.presence import is_directory, is_there
 from k3.base.regular_file import read_small_file
 from k3.base.safe_text import NAME_CHARACTERS_MAX
 from k3.base.strict_json import parse_object
-from k3.checkpoint.hf_cache import possible_snapshots
 from k3.container.layout import EXPERTS_DIRECTORY, ROOT_NAME
 from k3.container.manifest import Manifest
-from k3.container.reader import SMALL_FILE_BYTES_MAX, recorded_places
+from k3.container.reader import SMALL_FILE_BYTES_MAX, listed_places, recorded_places
 from k3.verify.finding import Finding, Kind, finding_of
 
 _MOUNT = "Mount the drive, or name its directory with --dirs"
@@ -34,9 +33,9 @@ def find_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[
     most of its files; a download cache's folder stands for each of its revisions.
     """
     hints = recorded_places(home, manifest)
-    places = [directory for place in places for directory in possible_snapshots(place)]
+    places, unlisted = listed_places(places)
     claims = {candidate: _claims(candidate) for candidate in [*places, *hints]}
-    refused = [claim.refused for claim in claims.values() if claim.refused is not None]
+    refused = [*unlisted, *(claim.refused for claim in claims.values() if claim.refused is not None)]
     by_uuid: dict[str, Path] = {}
     for candidate, claim in claims.items():
         by_uuid.setdefault(claim.root, candidate)

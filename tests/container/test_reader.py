@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from k3.base import checksum
 from k3.base.direct_io import aligned_buffer
@@ -26,6 +29,7 @@ from k3.container.layout import JOURNAL_NAME, ROOT_NAME
 from k3.container.reader import Container, unused_places
 from k3.model.keys import Encoding, ExpertKey, tensor_bytes
 from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
+from k3.verify.cli import main as verify_main
 from tests.support.containers import DENSE, Built, build_container, flip, write_manifest
 from tests.support.mounts import read_only
 
@@ -368,6 +372,32 @@ def test_shards_that_moved_into_a_download_cache_are_found(named: str, tmp_path:
     assert container.roots[-1].directory == cache / "2"
     assert unused_places(container.roots, [tmp_path / named]) == []
     container.close()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_a_download_cache_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build_container(tmp_path / "home", in_place=tmp_path / "snapshot")
+    cache = tmp_path / "models--a--b" / "snapshots"
+    cache.mkdir(parents=True)
+    scandir = os.scandir
+
+    def refusing(path: Path) -> Any:
+        if path == cache:
+            raise OSError(number, os.strerror(number), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    Container.open(built.home, [tmp_path / "models--a--b"]).close()  # every root is elsewhere
+    (tmp_path / "snapshot").rename(cache / "1")
+    with pytest.raises(DriveError, match=os.strerror(number)) as caught:
+        Container.open(built.home, [tmp_path / "models--a--b"])
+    assert caught.value.path == str(cache)
+    result = CliRunner().invoke(verify_main, [str(built.home), "--dirs", str(tmp_path / "models--a--b")])
+    assert result.exit_code == 6, result.output
+    assert "unreadable: root 1" in result.stdout
+    assert str(cache) in result.stdout
 
 
 def test_places_without_a_root_are_known(split: Built, tmp_path: Path) -> None:
