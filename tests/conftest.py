@@ -5,6 +5,7 @@ A slow machine is no failure: hypothesis must not judge by the clock. A failing 
 
 from __future__ import annotations
 
+import gc
 import signal
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if left_out and marker not in (config.getoption("markexpr") or ""):
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of the garbage collector's sight: it stays until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

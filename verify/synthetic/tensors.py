@@ -58,16 +58,16 @@ class ShardPlan:
 
     def header(self) -> bytes:
         """The file's first bytes: length, compact JSON without metadata, spaces up to a multiple of 8."""
-        entries = {}
+        entries = []
         end = 0
         for tensor in self.tensors:
             start, end = end, end + tensor.nbytes
-            entries[tensor.name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
-        text = json.dumps(entries, separators=(",", ":")).encode()
+            shape = ",".join(map(str, tensor.shape))
+            entries.append(
+                f'{json.dumps(tensor.name)}:{{"dtype":"{tensor.dtype}","shape":[{shape}],'
+                f'"data_offsets":[{start},{end}]}}'
+            )
+        text = f"{{{','.join(entries)}}}".encode()
         text = text.ljust(-(-len(text) // 8) * 8)
         return len(text).to_bytes(8, "little") + text
 
@@ -212,13 +212,17 @@ def _moe_tensors(model: SyntheticModel, place: str) -> list[TensorSpec]:
         _norm(place + "routed_expert_norm", latent),
         *_glu_tensors(place + "shared_experts.", hidden, model.shared_experts * model.moe_inter),
     ]
+    parts = [
+        (f"{part}.{what}", shape, fill)
+        for part, rows, columns in _expert_matrices(model)
+        for what, shape, fill in (
+            ("weight_packed", (rows, columns // 2), Fill("nibbles")),
+            ("weight_scale", (rows, columns // MXFP4_GROUP), Fill("scales", 1.0 / math.sqrt(columns))),
+        )
+    ]
     for expert in range(model.experts):
-        for part, rows, columns in _expert_matrices(model):
-            name = f"{place}experts.{expert}.{part}."
-            scales = columns // MXFP4_GROUP
-            tensors.append(TensorSpec(name + "weight_packed", "U8", (rows, columns // 2), Fill("nibbles")))
-            scale_fill = Fill("scales", 1.0 / math.sqrt(columns))
-            tensors.append(TensorSpec(name + "weight_scale", "U8", (rows, scales), scale_fill))
+        start = f"{place}experts.{expert}."
+        tensors += [TensorSpec(start + name, "U8", shape, fill) for name, shape, fill in parts]
     return tensors
 
 
