@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
+from tests.support.zygote import Zygote
 
 # A job that a script puts into the background ignores SIGINT, and so would every command that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,3 +48,10 @@ def tiny_model() -> SyntheticModel:
 def tiny_snapshot(tmp_path_factory: pytest.TempPathFactory, tiny_model: SyntheticModel) -> Path:
     """A snapshot of five layers in the published form, 2.8 MB. Only to be read."""
     return write_snapshot(tiny_model, tmp_path_factory.mktemp("tiny") / "snapshot")
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Commands of the project in processes of their own, without imports to wait for."""
+    with Zygote(tmp_path_factory.mktemp("streams")) as made:
+        yield made

@@ -64,12 +64,6 @@ def aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with Zygote(tmp_path_factory.mktemp("streams")) as made:
-        yield made
-
-
 def check(code: object, text: str, name: tuple[str, ...], what: object) -> None:
     """Fail unless the exit code is one that the command documents, neither damage nor a fault of ours."""
     allowed = documented_codes(COMMANDS[name][0]) - {1, 70}

