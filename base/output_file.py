@@ -1,13 +1,16 @@
 """A file that a user asked a command to write: logits, a trace, a routing trace.
 
-Bytes go to a temporary file beside the wanted one, which takes its name when it is published; what was there
-before stays until then. A link is followed, and stays. A device or a pipe is written straight into and is
-never replaced. A write that fails is taken back, so that a file holds whole writes. One thread.
+Bytes go to a file without a name, so that a run that is killed leaves nothing behind; where there is no such
+thing, to a temporary one beside the wanted one (`.k3-output-….partial`). It takes the wanted name when it is
+published; what was there before stays until then. A link is followed, and stays. A device or a pipe is written
+straight into and is never replaced. A write that fails is taken back, so that a file holds whole writes. One
+thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
@@ -15,11 +18,15 @@ from types import TracebackType
 from typing import TypeVar
 
 from k3.base.direct_io import drive_error, sync_directory, sync_file
-from k3.base.errno_advice import FULL, Operation
+from k3.base.errno_advice import FULL, NOT_SUPPORTED, Operation
 from k3.base.errors import DriveError
-from k3.base.new_file import create_unguessed
+from k3.base.new_file import create_linkable, create_unguessed, give_name
 
 _Self = TypeVar("_Self", bound="OutputFile")
+
+_KIND = "output"
+_COPY_BYTES = 16 << 20
+_CANNOT_LINK = NOT_SUPPORTED | {errno.EPERM, errno.EXDEV, errno.ENOENT}
 
 NOTHING_KEPT = "Nothing of it is kept; give another place, or make room, and run again"
 
@@ -37,13 +44,18 @@ class OutputFile:
         self._what = what
         self._advice = advice
         self._size_bytes = 0
+        self._mode = 0o600 if private else 0o666
+        self._aside: Path | None = None  # the temporary name, as long as there is one
         try:
             self._target = None if _is_stream(path) else Path(os.path.realpath(path))
             if self._target is None:
-                self._written, descriptor = path, os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             else:
-                mode = 0o600 if private else 0o666
-                descriptor, self._written = create_unguessed(self._target.parent, "output", mode)
+                nameless = create_linkable(self._target.parent, self._mode)
+                if nameless is None:
+                    descriptor, self._aside = create_unguessed(self._target.parent, _KIND, self._mode)
+                else:
+                    descriptor = nameless
             self._file = os.fdopen(descriptor, "wb", buffering=0)
         except OSError as error:
             raise self._error(error) from error
@@ -68,7 +80,10 @@ class OutputFile:
         if self._target is not None and not self.published:
             try:
                 sync_file(self._file.fileno(), self._target)
-                self._written.replace(self._target)
+                self._name(self._target.parent)
+                assert self._aside is not None
+                self._aside.replace(self._target)
+                self._aside = None
                 self.published = True
                 sync_directory(self._target.parent)
             except OSError as error:
@@ -79,8 +94,29 @@ class OutputFile:
         """Close the file, and remove it unless it was published. Closing twice is harmless."""
         with contextlib.suppress(OSError):  # nothing is buffered here: every write was answered
             self._file.close()
-        if self._target is not None and not self.published:
-            self._written.unlink(missing_ok=True)
+        if self._aside is not None:
+            self._aside.unlink(missing_ok=True)
+            self._aside = None
+
+    def _name(self, directory: Path) -> None:
+        """Give the file a temporary name if it has none: rename alone can take the place of an earlier file."""
+        if self._aside is not None:
+            return
+        try:
+            self._aside = give_name(self._file.fileno(), directory, _KIND)
+        except OSError as error:
+            if error.errno not in _CANNOT_LINK:
+                raise
+            # This file system has files without a name and gives them none: go on in a copy.
+            descriptor, self._aside = create_unguessed(directory, _KIND, self._mode)
+            copy = os.fdopen(descriptor, "wb", buffering=0)
+            with self._file as unnamed:
+                for at in range(0, self._size_bytes, _COPY_BYTES):
+                    rest = memoryview(os.pread(unnamed.fileno(), min(_COPY_BYTES, self._size_bytes - at), at))
+                    while rest:
+                        rest = rest[copy.write(rest) :]
+            self._file = copy
+            sync_file(copy.fileno(), self._aside)
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -19,6 +19,11 @@ from tests.support.zygote import Zygote
 # A job that a script puts into the background ignores SIGINT, and so would every command that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What `nohup` ignores, commands ignore too: a daemon that a test hangs up would go on. A handler of ours keeps
+# this process alive as before, and is none in the programs that it starts.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+
 settings.register_profile("k3", deadline=None, print_blob=True)
 settings.load_profile("k3")
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +106,48 @@ def test_a_state_is_for_its_owner_alone(tmp_path: Path) -> None:
     with OutputFile(tmp_path / "state", "the state", private=True) as file:
         file.publish()
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
+
+
+WRITE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from k3.base.output_file import OutputFile
+file = OutputFile(Path(sys.argv[1]), "the state", private=True)
+file.write(bytes(100_000))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_no_file_behind(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("before")
+    ended = subprocess.run([sys.executable, "-c", WRITE_AND_DIE, str(tmp_path / "state")])
+    assert ended.returncode == -signal.SIGKILL
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"state": "before"}
+
+
+@pytest.mark.parametrize("lacks", ["nameless files", "proc", "links to them"])
+def test_an_output_file_needs_no_nameless_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    if lacks == "nameless files":
+        monkeypatch.delattr(os, "O_TMPFILE")
+    elif lacks == "proc":
+        monkeypatch.setattr(os.path, "exists", lambda path: False)
+    else:
+
+        def refuse(*place: object, **how: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with OutputFile(tmp_path / "out", "the state", private=True) as file:
+        file.write(b"one, ")
+        file.publish()
+        assert (tmp_path / "out").read_bytes() == b"one, "
+        file.write(b"two")
+        file.publish()
+    with OutputFile(tmp_path / "other", "the trace") as file:
+        file.write(b"not kept")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"out": b"one, two"}
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o600
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
