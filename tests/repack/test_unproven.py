@@ -146,7 +146,8 @@ def test_what_cannot_be_read_is_not_proven_and_not_different(
     assert {item["cause"] for item in found["first_differences"]} == {"unreadable"}
     text = command(source, home, "--verify-full")
     assert "verified: NOT PROVEN, 5 places not compared" in text.stdout
-    assert "unreadable: cannot be compared: cannot open for reading: Input/output error" in text.stderr
+    assert f"unreadable: file {lost}, " in text.stderr
+    assert f"{lost} cannot be compared: cannot open for reading: Input/output error" in text.stderr
 
 
 def test_a_root_that_is_unmounted_in_mid_run(source: Path, tmp_path: Path) -> None:
