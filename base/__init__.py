@@ -1,4 +1,4 @@
-"""Tools that know nothing of K3: errors, files, direct reads, buffers, digests, command lines.
+"""Tools that know nothing of K3: errors, files, direct I/O, buffers, digests, command lines.
 
-Sees no other room.
+Imports no other room.
 """

@@ -1,4 +1,4 @@
-"""The one digest of the project: xxh3-128 over bytes, and the UUIDs made from content. Pure."""
+"""The project's one digest, xxh3-128 over bytes, and UUIDs derived from content. Pure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ DIGEST_NAME = "xxh3-128"
 ZERO_DIGEST_HEX = "0" * 32
 
 Hasher = xxhash.xxh3_128
-"""Incremental form: `h = Hasher(); h.update(part); h.digest()`."""
+"""Incremental form of `digest`: `h = Hasher(); h.update(data); h.digest()`."""
 
 
 def digest(data: Any) -> bytes:
-    """xxh3-128 of a bytes-like object, 16 bytes."""
+    """Return the xxh3-128 of a bytes-like object, 16 bytes."""
     return bytes(xxhash.xxh3_128_digest(data))
 
 
 def canonical_json(value: Any) -> bytes:
-    """Compact JSON with sorted keys: the form that identities are computed from."""
+    """Return compact UTF-8 JSON with sorted keys: the form that identities are computed from."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def content_uuid(content: bytes) -> str:
-    """A version 8 UUID from the first 16 bytes of the SHA-256 of `content`."""
-    import hashlib  # these two are for those who write containers, and slow to import
+    """Return a version 8 UUID made of the first 16 bytes of the SHA-256 of `content`."""
+    import hashlib  # slow to import, and only needed to write a container
     import uuid
 
     raw = bytearray(hashlib.sha256(content).digest()[:16])
@@ -37,10 +37,10 @@ def content_uuid(content: bytes) -> str:
 
 
 def container_uuid(identity: Mapping[str, Any]) -> str:
-    """The container's UUID from its identity (see docs/container.md section 3)."""
+    """Return the container's UUID, computed from its identity (docs/container.md, section 3)."""
     return content_uuid(canonical_json(identity))
 
 
 def root_uuid(container: str, number: int) -> str:
-    """The UUID of a container's root."""
+    """Return the UUID of root `number` of a container."""
     return content_uuid(f"{container}:{number}".encode())

@@ -1,9 +1,9 @@
-"""What every command shares: how it ends, how it reports errors, and how it shows progress.
+"""Exit, error reports and progress: the parts that every command shares.
 
-A command body runs inside `run()`: operating errors become one line on stderr (one JSON object with --json)
-and an exit code from `errors.ExitCode`; Ctrl-C becomes 130; a closed pipe is quiet; a fault of the program
-itself shows its traceback and becomes 70, since Python's own 1 means damage here. `Progress` shows bytes, rate
-and ETA through tqdm, or as JSON lines on stdout. Used from a command's main thread.
+A command's body runs inside `run()`. An operating error becomes one line on stderr (one JSON object with --json)
+and an exit code of `errors.ExitCode`; Ctrl-C becomes 130; a closed pipe is quiet. A bug shows its traceback and
+becomes 70, since Python's own 1 means damaged bytes here. `Progress` shows bytes, rate and ETA through tqdm, or as
+JSON lines on stdout. Used from a command's main thread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ANY_COMMAND = (
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes for people, in powers of 1000: "812 B", "5.1 MB", "1.45 TB"."""
+    """Return a size in powers of 1000 for people: "812 B", "5.1 MB", "1.45 TB"."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
@@ -57,17 +57,17 @@ def format_size(nbytes: float) -> str:
 
 
 def exit_code_help(codes: Iterable[ExitCode]) -> str:
-    """The paragraph for --help that lists what each exit status means, those that every command has too."""
+    """Return the paragraph of --help that explains `codes` and the exit codes of every command."""
     listed = sorted({*codes, *_ANY_COMMAND})
     lines = [f"  {int(code):<4}{EXIT_CODE_HELP[code]}" for code in listed]
     return "\b\nExit codes:\n" + "\n".join(lines)
 
 
 class Command(click.Command):
-    """A command whose every end has one of the project's exit codes, also before `run` has begun.
+    """A click command that always ends with one of the project's exit codes, even before `run` is entered.
 
-    click by itself ends with 1, which means damage here, when Ctrl-C comes while a prompt is read from stdin, or
-    when the reader of `--help` has gone.
+    By itself click exits with 1, which means damage here, on Ctrl-C at a prompt or when the reader of `--help`
+    closes the pipe.
     """
 
     def main(
@@ -78,7 +78,7 @@ class Command(click.Command):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """See click.Command."""
+        """Parse and run; see click.Command."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode, **extra)
         parse = super().main
@@ -87,22 +87,22 @@ class Command(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """See click.Command."""
-        with _kept_from_click():
+        """Parse the arguments; see click.Command."""
+        with _hidden_from_click():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """See click.Command."""
-        with _kept_from_click():
+        """Call the command's function; see click.Command."""
+        with _hidden_from_click():
             return super().invoke(ctx)
 
 
 class Group(Command, click.Group):
-    """A group of commands that ends as `Command` does, whichever of them is called."""
+    """A group whose commands all end as `Command` does."""
 
 
-class _KeptError(Exception):
-    """Carries past click what click would end with 1."""
+class _UncaughtError(Exception):
+    """An exception on its way through click, which would turn it into exit code 1."""
 
     def __init__(self, error: OSError | KeyboardInterrupt) -> None:
         super().__init__(str(error))
@@ -110,15 +110,15 @@ class _KeptError(Exception):
 
 
 @contextlib.contextmanager
-def _kept_from_click() -> Iterator[None]:
+def _hidden_from_click() -> Iterator[None]:
     try:
         yield
     except (OSError, KeyboardInterrupt) as error:
-        raise _KeptError(error) from error
+        raise _UncaughtError(error) from error
 
 
 def _end(body: Callable[[], Any]) -> NoReturn:
-    """Call click's part of a command and end the process with what it came to."""
+    """Run click's part of a command and exit with its code."""
 
     def parse() -> int:
         streams.prepare()
@@ -135,13 +135,13 @@ def _end(body: Callable[[], Any]) -> NoReturn:
 
 
 def _parsed(body: Callable[[], Any]) -> int:
-    """The exit code of a command line; its body, if it is reached, ends by SystemExit in `run`."""
+    """Return the exit code of parsing; a body that is reached exits by itself, in `run`."""
     try:
         result = body()
-        return result if isinstance(result, int) else 0  # of click's own Exit, after --help
-    except _KeptError as kept:
-        if isinstance(kept.error, OSError):
-            raise kept.error from None
+        return result if isinstance(result, int) else 0  # click's own Exit, after --help
+    except _UncaughtError as hidden:
+        if isinstance(hidden.error, OSError):
+            raise hidden.error from None
         raise KeyboardInterrupt from None
     except click.Abort:
         raise KeyboardInterrupt from None
@@ -153,7 +153,7 @@ def _parsed(body: Callable[[], Any]) -> int:
 
 
 def version_option(format_version: int) -> Callable[[_Command], _Command]:
-    """Add `--version`, which prints the package's version and that of the container format it writes."""
+    """Return the option `--version`, which prints the versions of the package and of the container format."""
 
     def show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         if wanted and not context.resilient_parsing:
@@ -175,43 +175,43 @@ def version_option(format_version: int) -> Callable[[_Command], _Command]:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print lines for people, on stderr with `err`. Nothing in them has power over a terminal."""
+    """Print lines for people, on stderr with `err`. Control characters are escaped."""
     click.echo(visible_text(text), err=err)
 
 
 def emit_json(message_type: str, **fields: Any) -> None:
-    """One JSON object as a line on stdout, in ASCII: names from a file system may be no text at all."""
+    """Write one JSON object as a line on stdout, in ASCII: file names need not be valid UTF-8."""
     sys.stdout.write(json.dumps({"type": message_type, **fields}) + "\n")
     sys.stdout.flush()
 
 
 def run(body: Callable[[], int | None], *, as_json: bool = False, on_interrupt: str | None = None) -> NoReturn:
-    """Run a command's body and end the process as the project's commands do.
+    """Run a command's body and exit the process.
 
-    `body` returns an exit code or None for 0. `on_interrupt` is what Ctrl-C leaves behind, in one sentence.
+    `body` returns an exit code, or None for 0. `on_interrupt` is one sentence on what Ctrl-C leaves behind.
     """
     streams.prepare()
     try:
         code = _outcome(body, as_json, on_interrupt)
-        _tell_notes(as_json)
+        _print_notes(as_json)
         sys.stdout.flush()
     except BrokenPipeError:
-        code = int(ExitCode.CLOSED_PIPE)  # the reader of our output has gone; nothing is left to say
+        code = int(ExitCode.CLOSED_PIPE)  # the reader of our output closed it: no one to report to
     except OSError as error:
-        refused = _refusal(error)
+        refused = _system_error(error)
         report_error(refused, as_json=as_json)
         code = int(refused.exit_code)
     streams.settle()
     raise SystemExit(code)
 
 
-def _tell_notes(as_json: bool) -> None:
+def _print_notes(as_json: bool) -> None:
     for text in take_notes():
         streams.say(json.dumps({"type": "note", "text": text}) + "\n" if as_json else f"note: {text}\n")
 
 
-def _refusal(error: OSError) -> K3Error:
-    """What the rooms have not put into better words; without a file name it is mostly the output that failed."""
+def _system_error(error: OSError) -> K3Error:
+    """Return a typed error for an OSError that no room has typed; without a file name it is mostly stdout's."""
     if error.filename is not None:
         name = error.filename
         path = Path(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else Path(str(name))
@@ -222,7 +222,7 @@ def _refusal(error: OSError) -> K3Error:
 
 
 def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | None) -> int:
-    """The exit code of a body, after reporting what went wrong."""
+    """Return the exit code of a body, after reporting its error if it raised one."""
     try:
         return body() or 0
     except K3Error as error:
@@ -237,22 +237,22 @@ def _outcome(body: Callable[[], int | None], as_json: bool, on_interrupt: str | 
         return int(ExitCode.INTERRUPTED)
     except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
         raise
-    except OSError as error:  # whatever the rooms have not put into better words
-        refused = _refusal(error)
+    except OSError as error:  # not typed by any room
+        refused = _system_error(error)
         report_error(refused, as_json=as_json)
         return int(refused.exit_code)
     except Exception as error:
-        refused_more = _refused_more(error)
-        if refused_more is not None:
-            report_error(refused_more, as_json=as_json)
-            return int(refused_more.exit_code)
-        # A fault of ours: shown whole, and not with the exit status of damaged bytes.
+        exhausted = _exhausted(error)
+        if exhausted is not None:
+            report_error(exhausted, as_json=as_json)
+            return int(exhausted.exit_code)
+        # A bug: show its traceback, and do not exit with 1, which means damaged bytes.
         streams.say(traceback.format_exc())
         return int(ExitCode.INTERNAL)
 
 
-def _refused_more(error: Exception) -> K3Error | None:
-    """The error for a refusal that Python has no OSError for: of memory, of threads, of links in a circle."""
+def _exhausted(error: Exception) -> K3Error | None:
+    """Return the error for exhausted memory or threads or a loop of links, which are no OSError in Python."""
     if isinstance(error, MemoryError):
         advice = "Raise the limit (ulimit -v, the cgroup's), or let the command need less"
         return UnsupportedError("the system gave no more memory", advice=advice)
@@ -266,17 +266,17 @@ def _refused_more(error: Exception) -> K3Error | None:
 
 
 def report_error(error: K3Error, *, as_json: bool) -> None:
-    """Print an operating error on stderr."""
+    """Print an operating error on stderr, as one line or as one JSON object."""
     message = {"type": "error", **error.as_dict()}
     line = json.dumps(message) if as_json else f"error: {error}"
     streams.say(line + "\n")
 
 
 class Progress:
-    """Bytes done of a known total, with a rate, an ETA and the current item.
+    """Bytes done of a known total, with rate, ETA and the current item.
 
-    On a terminal: a tqdm bar on stderr. With `as_json`: a line a second on stdout. Otherwise quiet.
-    `advance` may be called from several threads only under the caller's lock.
+    On a terminal it is a tqdm bar on stderr, with `as_json` a line a second on stdout, otherwise nothing. Calls of
+    `advance` from several threads need the caller's lock.
     """
 
     def __init__(self, what: str, total_bytes: int, *, as_json: bool = False, quiet: bool = False) -> None:
@@ -290,13 +290,13 @@ class Progress:
         self._made_bar: tqdm[Any] | None = None
 
     def item(self, name: str) -> None:
-        """Name what is being worked on, usually a shard."""
+        """Set the name of the current item, usually a shard."""
         self._item = name
         if bar := self._bar():
             bar.set_postfix_str(visible(name), refresh=False)
 
     def advance(self, nbytes: int) -> None:
-        """Count `nbytes` more as done."""
+        """Add `nbytes` to the bytes done."""
         self.done_bytes += nbytes
         if bar := self._bar():
             bar.update(nbytes)
@@ -304,8 +304,10 @@ class Progress:
             self._line()
 
     def _bar(self) -> tqdm[Any] | None:
-        """The bar, if there is to be one: made with the first progress, since tqdm takes longer to import than the
-        rest of a command's --help."""
+        """Return the bar, None if none is shown.
+
+        It is made at the first progress: importing tqdm takes longer than the rest of a command's --help.
+        """
         if self._shows_bar and self._made_bar is None:
             from tqdm import tqdm
 
@@ -313,7 +315,7 @@ class Progress:
                 total=self.total_bytes, desc=self.what, unit="B", unit_scale=True, dynamic_ncols=True,
                 file=sys.stderr, leave=False,
             )  # fmt: skip
-            began_s = time.time() - (time.monotonic() - self._start)  # the rate is that since the beginning
+            began_s = time.time() - (time.monotonic() - self._start)  # so that the rate counts from the start
             self._made_bar.start_t = self._made_bar.last_print_t = began_s
         return self._made_bar
 
@@ -329,7 +331,7 @@ class Progress:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the display; with `as_json` a last line shows the final count."""
+        """Remove the bar; with `as_json` write a last line with the final count."""
         self._shows_bar = False
         if self._made_bar is not None:
             self._made_bar.close()

@@ -1,11 +1,11 @@
-"""Aligned reads and writes that go past the page cache: the one place that knows O_DIRECT.
+"""Aligned reads and writes that bypass the page cache: the only module that knows O_DIRECT.
 
-`ReadFile` and `WriteFile` ask the file system with a real transfer whether it takes O_DIRECT (opening alone
-proves nothing) and say in `.direct` what was found. All loops over short transfers, interrupted calls and
-ends of file are here. Bytes that could not be read are an error, never zeros.
+`ReadFile` and `WriteFile` test with a real transfer whether the file system supports O_DIRECT (opening alone
+proves nothing); `.direct` holds the answer. They handle short transfers, interrupted calls and the end of a file.
+Bytes that could not be read are an error, never zeros.
 
-Both are safe for concurrent calls from several threads on different buffers. Imports no NumPy: a command begins to
-read before it has time for that.
+Several threads may use one file at once, with different buffers. NumPy is not imported here: commands begin to
+read before they have time for that.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Preadv = Callable[[int, Sequence[Any], int], int]
 Pwritev = Callable[[int, Sequence[Any], int], int]
 
 TRANSFER_BYTES = 1 << 30
-"""Most bytes asked of one system call: Linux stops at 2 GiB - 4 KiB, macOS at 2 GiB - 1."""
+"""Limit of one system call: Linux transfers at most 2 GiB - 4 KiB, macOS 2 GiB - 1."""
 
 STALLS_MAX = 8
-"""Writes in a row that may come out shorter than a page before the drive is given up."""
+"""Writes in a row that may transfer less than a page before WriteFile.write gives up."""
 
 CUT_ADVICE = refusal(Operation.READ, errno.ENODATA).advice
 
@@ -46,26 +46,26 @@ _Buffer = TypeVar("_Buffer", Bytes, memoryview)
 
 
 def aligned_buffer(nbytes: int) -> Bytes:
-    """A zeroed, page-aligned buffer of `nbytes` rounded up to whole pages. Allocate once and reuse."""
+    """Return a zeroed, page-aligned buffer of `nbytes` rounded up to whole pages. Allocate once and reuse."""
     import numpy as np
 
     return np.frombuffer(mmap.mmap(-1, max(PAGE_BYTES, page_ceil(nbytes))), dtype=np.uint8)
 
 
 def memory_of(buffer: Bytes | memoryview) -> memoryview:
-    """Return the bytes of either kind of buffer as one type, which Python's own functions take."""
+    """Return an array or a memoryview as a memoryview, which Python's own functions take."""
     return buffer if isinstance(buffer, memoryview) else buffer.data
 
 
 def span_bytes(offset: int, length: int) -> int:
-    """Capacity that `ReadFile.read(offset, length, into)` needs: whole pages around the range."""
+    """Return the capacity that `ReadFile.read(offset, length, into)` needs: the pages that hold the range."""
     return page_ceil(offset + length) - offset // PAGE_BYTES * PAGE_BYTES
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and creations inside a directory durable. DriveError when the drive reports a fault.
+    """Make renames and creations inside a directory durable. Raises DriveError when fsync reports a fault.
 
-    A file system that cannot be asked (shares of CIFS and vboxsf, some of FUSE) is noted once, and ends nothing.
+    A file system that does not support it (CIFS, vboxsf, some FUSE) is noted once and is no error.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -81,9 +81,9 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_file(fd: int, path: Path) -> None:
-    """Make a file's bytes durable. OSError when the drive reports a fault.
+    """Make a file's bytes durable. Raises OSError when fsync reports a fault.
 
-    A file system that cannot be asked is noted once, as in `sync_directory`.
+    A file system that does not support it is noted once, as in `sync_directory`.
     """
     try:
         os.fsync(fd)
@@ -113,24 +113,24 @@ def drive_error(
     *,
     operation: Operation = Operation.OPEN,
 ) -> DriveError:
-    """Return the typed error for a refused system call; a full drive gets its own class."""
+    """Return the typed error for a failed system call: SpaceError for a full drive, else DriveError."""
     found = refusal(operation, error.errno, error.strerror or str(error))
     kind = SpaceError if found.is_full else DriveError
     return kind(f"{problem}: {found.reason}", path=path, offset=offset, advice=found.advice)
 
 
 def memory_error(problem: str, error: OSError, operation: Operation = Operation.MEMORY) -> UnsupportedError:
-    """Return the typed error for memory, descriptors or threads that the system does not give."""
+    """Return the typed error for memory, descriptors or threads that the system refused."""
     found = refusal(operation, error.errno, error.strerror or str(error))
     return UnsupportedError(f"{problem}: {found.reason}", advice=found.advice)
 
 
 _IRREGULAR = "Put the file itself there"
-_NOT_OURS = "Remove it, or choose another directory; nothing was written to it"
+_FOREIGN = "Remove it, or choose another directory; nothing was written to it"
 
 
 class _File:
-    """A descriptor that is closed once, and on leaving a with block."""
+    """A file descriptor that is closed once, at the latest on leaving a with block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,13 +138,13 @@ class _File:
         self._fd = -1
 
     def close(self) -> None:
-        """Close the descriptor; a second call does nothing. DriveError when the system reports a fault."""
-        fd, self._fd = self._fd, -1  # a close that fails has closed all the same
+        """Close the descriptor; a second call does nothing. Raises DriveError when the system reports a fault."""
+        fd, self._fd = self._fd, -1  # close() frees the descriptor even when it fails
         if fd >= 0:
             try:
                 os.close(fd)
             except InterruptedError:
-                return  # Linux has given the descriptor back before it says so
+                return  # Linux has freed the descriptor by then
             except OSError as error:
                 raise drive_error("cannot close", error, self.path) from error
 
@@ -158,18 +158,16 @@ class _File:
 
 
 class ReadFile(_File):
-    """One file opened for positioned reads.
+    """A file opened for positioned reads.
 
-    `direct=True` tries O_DIRECT with a probe read; `.direct` says whether it is in use. `preadv` is the
-    system call, replaceable by tests. DriveError when the file cannot be opened.
+    `direct=True` tries O_DIRECT with a probe read; `.direct` says whether it is in use. `preadv` is the system
+    call, which tests replace. Raises DriveError when the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, direct: bool = True, preadv: Preadv = os.preadv) -> None:
         super().__init__(path)
         self._preadv = preadv
-        flags = (
-            os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # a pipe without a writer would block; files do not care
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe without a writer would block
         try:
             if direct:
                 self._fd = self._open_direct(flags)
@@ -189,7 +187,7 @@ class ReadFile(_File):
             raise drive_error("cannot open for reading", error, path) from error
 
     def _open_direct(self, flags: int) -> int:
-        """A descriptor on which a real O_DIRECT read worked, or -1."""
+        """Return a descriptor on which an O_DIRECT read succeeded, or -1."""
         try:
             fd = os.open(self.path, flags | os.O_DIRECT)
         except OSError as error:
@@ -197,7 +195,7 @@ class ReadFile(_File):
                 return -1
             raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd  # to be refused by name, not read
+            return fd  # the caller refuses it; reading a device could block
         try:
             os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
         except OSError as error:
@@ -210,9 +208,8 @@ class ReadFile(_File):
     def read(self, offset: int, length: int, into: _Buffer) -> _Buffer:
         """Read exactly [offset, offset + length) and return it as a view of `into`.
 
-        `into` is page-aligned and holds at least `span_bytes(offset, length)`; the view starts
-        `offset mod 4096` bytes into it. DriveError names file and offset when the file ends early or the
-        drive refuses.
+        `into` is page-aligned and holds at least `span_bytes(offset, length)` bytes; the view starts `offset mod
+        4096` bytes into it. Raises DriveError with file and offset when the file ends early or the drive fails.
         """
         if offset + length > self.size_bytes:
             missing_bytes = offset + length - self.size_bytes
@@ -236,7 +233,7 @@ class ReadFile(_File):
                 )
             done += count
             if self.direct and done < need and done % PAGE_BYTES:
-                # A short direct read may stop anywhere; go back to the page, or leave O_DIRECT for one page.
+                # A short direct read may stop anywhere: repeat the page, or read it without O_DIRECT.
                 page = done // PAGE_BYTES * PAGE_BYTES
                 if count > done - page:
                     done = page
@@ -254,7 +251,7 @@ class ReadFile(_File):
                 raise drive_error("cannot read", error, self.path, position, operation=Operation.READ) from error
 
     def _read_page_buffered(self, start: int, page: int, stop: int, into: Bytes | memoryview) -> int:
-        """Finish one page through the page cache: some devices return part of a page and stand still."""
+        """Read the rest of a page through the page cache: some devices never return more than a part directly."""
         try:
             with open(self.path, "rb", buffering=0) as file:
                 while page < stop:
@@ -269,9 +266,9 @@ class ReadFile(_File):
         return page
 
     def drop_cache(self) -> None:
-        """Ask the kernel to forget this file's cached pages, so that later reads come from the drive.
+        """Drop this file's pages from the page cache, so that later reads come from the drive.
 
-        Where it cannot be asked, that is noted once, and reads may come from memory.
+        Where the kernel refuses, that is noted once, and reads may come from memory.
         """
         try:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -285,11 +282,11 @@ class ReadFile(_File):
 
 
 class WriteFile(_File):
-    """One file opened for positioned writes of whole pages.
+    """A file opened for positioned writes of whole pages.
 
-    Never writes through a link, nor into a file that has a second name. Creates the file if needed, sizes it to
-    `size_bytes` (an existing one keeps its bytes) and reserves the space where the file system can, so that a full
-    drive shows at once. SpaceError or DriveError otherwise.
+    Never writes through a link, nor into a file that has a second hard link. Creates the file if needed, sets its
+    size to `size_bytes` (an existing file keeps its bytes) and reserves the space where the file system can, so
+    that a full drive is found at once. Raises SpaceError or DriveError otherwise.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, direct: bool = True, pwritev: Pwritev = os.pwritev) -> None:
@@ -300,12 +297,12 @@ class WriteFile(_File):
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             if path.is_symlink():
-                raise DriveError("a link is where a file should be written", path=path, advice=_NOT_OURS)
+                raise DriveError("a link is where a file should be written", path=path, advice=_FOREIGN)
             self._fd = os.open(path, flags, 0o644)
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
                 problem = "what is here is no file, or a file that has a second name"
-                raise DriveError(problem, path=path, advice=_NOT_OURS)
+                raise DriveError(problem, path=path, advice=_FOREIGN)
             if status.st_size != size_bytes:
                 os.ftruncate(self._fd, size_bytes)
             self._reserve(size_bytes)
@@ -334,7 +331,7 @@ class WriteFile(_File):
             raise
         probe = aligned_buffer(PAGE_BYTES)
         try:
-            # The first page is a header: writing back what is there cannot lose anything.
+            # The first page is a header: writing back the same bytes loses nothing.
             if os.preadv(fd, [probe.data], 0) == PAGE_BYTES:
                 os.pwritev(fd, [probe.data], 0)
         except OSError as error:
@@ -347,7 +344,7 @@ class WriteFile(_File):
         self.direct = True
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Write whole pages at a page offset. SpaceError when the drive is full, DriveError otherwise."""
+        """Write whole pages at a page offset. Raises SpaceError when the drive is full, DriveError otherwise."""
         assert offset % PAGE_BYTES == 0
         assert len(data) % PAGE_BYTES == 0
         done = stalls = 0
@@ -360,7 +357,7 @@ class WriteFile(_File):
                 raise drive_error(
                     "cannot write", error, self.path, offset + done, operation=Operation.WRITE
                 ) from error
-            # A short direct write may stop inside a page; only at the page's start can it go on.
+            # A short direct write may stop inside a page, but can continue only at a page's start.
             step = count // PAGE_BYTES * PAGE_BYTES if self.direct else count
             stalls = 0 if step else stalls + 1
             if stalls > STALLS_MAX:
@@ -368,10 +365,10 @@ class WriteFile(_File):
             done += step
 
     def sync(self) -> None:
-        """Make the bytes durable. DriveError when the drive reports that earlier writes were lost."""
+        """Make the bytes durable. Raises DriveError when the drive reports that earlier writes were lost."""
         try:
             sync_file(self._fd, self.path)
-            if not self.direct:  # keep the page cache for those who need it; verification must read the drive
+            if not self.direct:  # leave the page cache to others; verification must read the drive
                 with contextlib.suppress(OSError):
                     os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Which drive lies under a directory, and what a process really had read from drives. Only looks; any thread."""
+"""The drive under a directory, and the bytes that a process fetched from drives. Read-only; any thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class DriveInfo:
-    """A block device as /sys describes it; None where it does not (overlay, network, inside a container)."""
+    """A block device as /sys describes it; None where /sys does not (overlay, network, inside a container)."""
 
     device: str | None
     model: str | None
 
 
 def drive_info(path: Path, sys: Path = SYS) -> DriveInfo:
-    """The drive that holds `path`; the whole drive's name for a partition."""
+    """Return the drive that holds `path`; for a partition, the whole drive."""
     number = path.stat().st_dev
     node = sys / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
     if not node.exists():
@@ -40,7 +40,7 @@ def is_spinning(path: Path, sys: Path = SYS) -> bool:
 
 
 def device_read_bytes(pid: str = "self", proc: Path = PROC) -> int | None:
-    """Bytes that a process had fetched from block devices; None where the kernel does not say."""
+    """Return the bytes that a process fetched from block devices; None where the kernel does not say."""
     try:
         lines = (proc / pid / "io").read_text().splitlines()
     except OSError:

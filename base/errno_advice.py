@@ -1,8 +1,8 @@
-"""One table of what the operating system refused: the operation and its errno give the words and the advice.
+"""One table of refused system calls: operation and errno give the reason and the advice.
 
-Every OSError that a user can meet becomes a sentence here: `refusal` says what it means for one kind of call and
-what to do about it. An errno that no entry knows gets the operation's own general advice, so that there is always
-some. Pure; the errors that carry the sentences are made in `base.direct_io` and by the rooms.
+Every OSError that a user can meet gets its words here: `refusal` says what it means for one kind of call and what
+to do about it. An errno without an entry gets the operation's general advice. Pure; the errors that carry the
+words are made in `base.direct_io` and by the rooms.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Operation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The meaning of an errno for one kind of call. `is_full`: a drive or a quota has no room left."""
+    """The meaning of an errno for one kind of call; `is_full` means that a drive or a quota has no room left."""
 
     reason: str
     advice: str
@@ -42,7 +42,7 @@ class Refusal:
 
 
 NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOTTY})
-"""Answers of a file system that does not have a feature; a drive that fails answers something else."""
+"""Errors of a file system that lacks a feature; a failing drive answers with others."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -189,8 +189,8 @@ _REASONS: dict[tuple[Operation, int], str] = {
 def refusal(operation: Operation, number: int | None, words: str | None = None) -> Refusal:
     """Return the meaning of errno `number` for an operation.
 
-    `words` are the system's own, taken from the error; without them they are looked up. A `number` of None or one
-    that no table knows gets the operation's general advice.
+    `words` are the system's own, taken from the error; without them they are looked up. A `number` that is None or
+    in no table gets the operation's general advice.
     """
     known = number or 0
     reason = _REASONS.get((operation, known)) or words or (os.strerror(known) if known else "no reason given")

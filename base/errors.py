@@ -1,29 +1,29 @@
-"""The tree of operating errors and the exit code each one ends a command with.
+"""The tree of operating errors, and the exit code that each one gives a command.
 
-An operating error is something a user can cause or meet: a bad file, a full drive, a damaged byte. It says
-what is wrong, where (file, tensor, layer, expert, offset) and what to do about it, and never shows a
+An operating error is something a user can cause or meet: a bad file, a full drive, a damaged byte. Its message
+says what is wrong, where (file, tensor, layer, expert, offset) and what to do about it; it never shows a
 traceback. A mistake of the programmer is an assertion or a plain Python exception instead.
 
     K3Error
     ├── SourceError            the snapshot cannot be used as it is
-    │   ├── HeaderError        a safetensors header is not sound
+    │   ├── HeaderError        a safetensors header is invalid
     │   ├── ShardError         a shard is missing, truncated, empty, a pointer, or not the published bytes
     │   ├── IndexFileError     model.safetensors.index.json is missing, stale or contradicts the shards
     │   ├── ConfigError        config.json is missing or contradicts itself
-    │   ├── ExpertError        an expert is incomplete or unlike its neighbours
+    │   ├── ExpertError        an expert is incomplete or differs from its neighbours in form
     │   └── QuantizeError      a weight is not finite
     ├── ContainerError         the container cannot be used as it is
     │   ├── NotAContainerError
-    │   ├── IncompleteError    a repack has not finished (or a root is not there)
-    │   ├── VersionError       written by a newer format version (a saved state too)
+    │   ├── IncompleteError    the repack is unfinished, or a root is missing
+    │   ├── VersionError       written in a newer format version (also of a saved state)
     │   └── DamageError        bytes differ from their digest
     ├── DriveError             the operating system refused a read or a write
     │   └── SpaceError         a drive is full, or would be
-    ├── DaemonError            k3-store is not there, refused, or went away
-    │   ├── WireError          a control message is not what the protocol allows
-    │   └── SocketError        the socket's place cannot be used, or another daemon has it
-    ├── ResumeError            what should go on was begun with other parameters or another source
-    └── UnsupportedError       sound, but this program cannot do it
+    ├── DaemonError            k3-store is not running, refused, or ended
+    │   ├── WireError          a control message breaks the protocol
+    │   └── SocketError        the socket's path cannot be used, or another daemon has it
+    ├── ResumeError            the work to resume has other parameters or another source
+    └── UnsupportedError       valid input, but this program cannot do what is asked
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from k3.base.safe_text import visible
 
 
 class ExitCode(enum.IntEnum):
-    """What a command's exit status means; the same for every command of the project."""
+    """The exit codes of a command; the same for every command of the project."""
 
     OK = 0
     DAMAGED = 1
@@ -78,7 +78,7 @@ _VERBS = (
 
 
 class K3Error(Exception):
-    """An operating error: what, where, and what to do.
+    """An operating error: the problem, its place, and the next step.
 
     `problem` is one sentence without a full stop; where it begins with a verb ("is a dangling link"), the place is
     its subject. The keywords name the place; `advice` is the next step.
@@ -107,7 +107,7 @@ class K3Error(Exception):
         self.advice = advice
 
     def where(self) -> str:
-        """The place as one phrase, empty when none was given."""
+        """Return the place as one phrase, empty when none was given."""
         parts = []
         if self.path is not None:
             parts.append(f"file {self.path}")
@@ -129,7 +129,7 @@ class K3Error(Exception):
         return visible(f"{text}. {self.advice}" if self.advice else text)
 
     def as_dict(self) -> dict[str, Any]:
-        """The error as one JSON object; places that are unknown are left out."""
+        """Return the error as a JSON object, without the places that are unknown."""
         fields = {
             "error": type(self).__name__,
             "exit_code": int(self.exit_code),
@@ -151,7 +151,7 @@ class SourceError(K3Error):
 
 
 class HeaderError(SourceError):
-    """A safetensors header is not sound."""
+    """A safetensors header is invalid."""
 
 
 class ShardError(SourceError):
@@ -167,7 +167,7 @@ class ConfigError(SourceError):
 
 
 class ExpertError(SourceError):
-    """An expert is incomplete, unlike its neighbours, or holds numbers that cannot be computed with."""
+    """An expert is incomplete or differs from its neighbours in form."""
 
 
 class QuantizeError(SourceError):
@@ -181,19 +181,19 @@ class ContainerError(K3Error):
 
 
 class NotAContainerError(ContainerError):
-    """There is no container at this place."""
+    """There is no container at this path."""
 
     exit_code = ExitCode.NOT_A_CONTAINER
 
 
 class IncompleteError(ContainerError):
-    """A repack has not finished, or a root is not there."""
+    """The repack is unfinished, or a root is missing."""
 
     exit_code = ExitCode.INCOMPLETE
 
 
 class VersionError(ContainerError):
-    """The container, or a saved state, was written by a newer format version."""
+    """The container, or a saved state, was written in a newer format version."""
 
     exit_code = ExitCode.UNSUPPORTED
 
@@ -215,26 +215,26 @@ class SpaceError(DriveError):
 
 
 class DaemonError(K3Error):
-    """The k3-store daemon is not there, refused, or went away."""
+    """The k3-store daemon is not running, refused, or ended."""
 
     exit_code = ExitCode.DAEMON
 
 
 class WireError(DaemonError):
-    """A control message is not what the protocol allows."""
+    """A control message breaks the protocol."""
 
 
 class SocketError(DaemonError):
-    """The socket's place cannot be used, or another daemon has it."""
+    """The socket's path cannot be used, or another daemon has it."""
 
 
 class ResumeError(K3Error):
-    """What should go on (an unfinished run, a saved state) has other parameters or another source."""
+    """The work to resume (a repack, a saved state) has other parameters or another source."""
 
     exit_code = ExitCode.RESUME
 
 
 class UnsupportedError(K3Error):
-    """The input is sound, but this program cannot do what is asked with it."""
+    """The input is valid, but this program cannot do what is asked with it."""
 
     exit_code = ExitCode.UNSUPPORTED

@@ -1,4 +1,4 @@
-"""How much room a file system says it has, and that some of them say nothing."""
+"""Free space and the largest file of a file system; some file systems report neither."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from k3.base.errno_advice import NOT_SUPPORTED, Operation
 
 
 def free_bytes(place: Path) -> int | None:
-    """Return the bytes free for this user on the file system of `place`; None when it does not say.
+    """Return the bytes free for this user on the file system of `place`; None when it does not report them.
 
-    A file system of no blocks at all (some of FUSE, of network shares) knows nothing of its room. DriveError when
-    the place cannot be looked at.
+    Some FUSE and network file systems report nothing: they have zero blocks, or refuse statvfs as unsupported.
+    Raises DriveError when statvfs fails otherwise.
     """
     try:
         status = os.statvfs(place)
@@ -28,9 +28,9 @@ def free_bytes(place: Path) -> int | None:
 
 
 def largest_file_bytes(place: Path) -> int | None:
-    """Return the largest file that `place` takes, None when there is no such limit or it cannot be told.
+    """Return the size of the largest file that `place` allows; None when there is no limit or it is unknown.
 
-    The process's own limit (ulimit -f), and 4 GB less one byte on FAT.
+    The limits are the process's own (ulimit -f), and 4 GB less one byte on FAT.
     """
     import resource
 
@@ -47,12 +47,12 @@ _FAT = frozenset({"vfat", "msdos", "fat"})
 
 
 def _file_system(place: Path) -> str | None:
-    """The type of the file system that holds `place`, by the mounts that the kernel lists."""
+    """Return the type of the file system that holds `place`, from the kernel's list of mounts."""
     try:
         device = place.stat().st_dev
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     except OSError:
-        return None  # nothing is known, and nothing is refused for it
+        return None  # unknown, so no limit is enforced
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in text.splitlines():
         fields, _, rest = line.partition(" - ")

@@ -1,8 +1,8 @@
-"""What large buffers got of the huge pages that were asked for, by the kernel's word, and how a user is told.
+"""Huge pages that large buffers were granted, as the kernel reports them, and the note for the user.
 
-`pages.huge_memory` only asks. Where the kernel refuses (it is set to, something has barred the process, memory is
-in pieces) buffers lie in pages of 4 KiB, and everything works, slower. Whoever owns such buffers looks once, when
-the work is done: a look makes the kernel list every mapping of the process, and walk what is in small pages.
+`page_buffers.huge_memory` only requests them. Where the kernel grants none (its setting, a flag of the process,
+fragmented memory) buffers are in 4 KiB pages, and everything works, slower. The owner of such buffers asks once,
+after its work: the kernel then lists every mapping of the process and walks those in small pages.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class HugePages:
-    """Of some buffers: bytes in use that huge pages were asked for, in whole ones, and bytes that lie in them."""
+    """Bytes of some buffers: those in use for which huge pages were requested (whole pages), and those granted."""
 
     asked_bytes: int = 0
     granted_bytes: int = 0
 
     def __add__(self, other: HugePages) -> HugePages:
-        """Of both."""
+        """Return the sums of both."""
         return HugePages(self.asked_bytes + other.asked_bytes, self.granted_bytes + other.granted_bytes)
 
     @property
     def refused(self) -> bool:
-        """Whether at least one was not granted."""
+        """True if at least one huge page was not granted."""
         return self.granted_bytes < self.asked_bytes
 
     def line(self) -> str:
-        """What a user should know: what was granted, what the rest costs, and what to do about it."""
+        """Return a note for the user: bytes granted, the cost of the rest, and the remedy."""
         return (
             f"huge pages: granted {format_size(self.granted_bytes)} of {format_size(self.asked_bytes)} asked for; "
             "what is read past the page cache into the rest, pages of 4 KiB, can take more than twice as long. "
@@ -55,11 +55,10 @@ class HugePages:
 
 
 def huge_pages(buffers: Iterable[Bytes | memoryview]) -> HugePages:
-    """What buffers made by `huge_buffer` got, as far as they are in use now. Whole ones, not parts of them.
+    """Return the huge pages granted to buffers made by `huge_buffer`, counting the pages in use now.
 
-    Less than one huge page is nothing that was asked for. Neither is anything where the system does not tell
-    (no /proc/self/smaps, no descriptor left for it): this is a remark on speed, and comes with results that must
-    not get lost by it.
+    Buffers smaller than a huge page are not counted, and neither is anything where the kernel does not report it
+    (no /proc/self/smaps, or no file descriptor free for it): a note on speed must not make results fail.
     """
     sizes = {address(buffer): len(buffer) for buffer in buffers if len(buffer) >= HUGE_PAGE_BYTES}
     if not sizes:
@@ -75,7 +74,7 @@ def _granted(sizes: Mapping[int, int]) -> HugePages:
     if _SMAPS.exists():
         with _SMAPS.open() as lines:
             for addresses, resident_bytes, huge_bytes in _mappings(lines):
-                # One, that is the whole mapping; only a kernel without huge pages lets several share one.
+                # A buffer is a mapping of its own; only kernels without huge pages merge several.
                 for start in filter(addresses.__contains__, sizes):
                     used_bytes = min(resident_bytes, sizes[start]) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
                     found += HugePages(max(used_bytes, huge_bytes), huge_bytes)
@@ -83,7 +82,7 @@ def _granted(sizes: Mapping[int, int]) -> HugePages:
 
 
 def _mappings(lines: Iterable[str]) -> Iterator[tuple[range, int, int]]:
-    """Of each mapping: its addresses, its bytes in memory, and those of them in huge pages."""
+    """Yield each mapping's addresses, bytes in memory, and bytes in huge pages."""
     addresses, resident_bytes = range(0), 0
     for line in lines:
         word, _, rest = line.partition(" ")
@@ -97,7 +96,7 @@ def _mappings(lines: Iterable[str]) -> Iterator[tuple[range, int, int]]:
 
 
 def _advice() -> str:
-    """What stands in the way, as far as it can be seen."""
+    """Return the remedy for the most likely cause of the refusal."""
     if not _SETTINGS.exists():
         return "This kernel has none (CONFIG_TRANSPARENT_HUGEPAGE)"
     if _libc.prctl(_GET_THP_DISABLE, 0, 0, 0, 0) > 0:

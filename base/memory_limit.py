@@ -1,8 +1,7 @@
-"""How much more memory this process may take, and who says so: the machine, cgroups, ulimit. Only reads /proc
-and /sys; any thread.
+"""Memory that this process may still allocate, and the limits that say so: machine, cgroups, ulimit.
 
-Every limit that was found is returned, not only the tightest, so that a command that decides by them can print
-them all. What the kernel can take back from the page cache counts as free.
+Every limit found is returned, not only the tightest, so that a command that obeys them can print them all. Page
+cache that the kernel can reclaim counts as free. Only reads /proc and /sys; any thread.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 UNLIMITED_BYTES = 1 << 60
-"""Cgroups of version 1 have no word for "no limit": they say a number close to 2^63."""
+"""Smallest value that means "no limit": cgroups of version 1 report a number close to 2^63."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bytes that one authority still allows, and its name."""
+    """Bytes that one limit still allows, and that limit's name."""
 
     free_bytes: float
     set_by: str
 
 
 def memory_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Limit]:
-    """Every limit that holds now; empty where the system tells nothing."""
+    """Return every limit in force; none where the system reports none."""
     return [*_host(proc), *_address_space(), *_cgroups(proc, cgroup)]
 
 
 def memory_limit(proc: Path = PROC, cgroup: Path = CGROUP) -> Limit:
-    """The tightest limit that holds now. Infinite where the system tells nothing."""
+    """Return the tightest limit in force; one of infinite bytes where the system reports none."""
     limits = [Limit(math.inf, "nothing"), *memory_limits(proc, cgroup)]
     return min(limits, key=lambda limit: limit.free_bytes)
 
 
 def gb(size: float) -> str:
-    """Bytes for people, as every memory message writes them."""
+    """Return bytes as every memory message writes them: "1.234 GB"."""
     return f"{size / 1e9:.3f} GB"
 
 
@@ -61,7 +60,7 @@ def _address_space() -> Iterator[Limit]:
 
 
 def _cgroups(proc: Path, root: Path) -> Iterator[Limit]:
-    """Limits of this process's cgroup and of every cgroup above it, versions 2 and 1."""
+    """Yield the limits of this process's cgroup and of every cgroup above it, versions 2 and 1."""
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -74,7 +73,7 @@ def _cgroups(proc: Path, root: Path) -> Iterator[Limit]:
 
 
 def _ancestors(base: Path, path: str, limit_name: str, usage_name: str, cache_key: str) -> Iterator[Limit]:
-    """Inside a container the path may not exist below `base`; then `base` itself is what holds."""
+    """Yield the limits from a cgroup up to `base`; inside a container `path` may not exist below `base`."""
     inner = base / path.lstrip("/")
     for directory in (inner, *inner.parents):
         limit, usage = _number(directory / limit_name), _number(directory / usage_name)
@@ -87,7 +86,7 @@ def _ancestors(base: Path, path: str, limit_name: str, usage_name: str, cache_ke
 
 
 def _number(path: Path) -> int | None:
-    """A file's number; None when there is no file or no limit ("max")."""
+    """Return the number in a file; None when there is no file or no limit ("max")."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdecimal() else None
 
@@ -101,7 +100,7 @@ def _stat(path: Path, key: str) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    """A file's lines; none when it cannot be read, which on these pseudo files means "not here"."""
+    """Return a file's lines; none when it cannot be read: such a pseudo file does not exist on this system."""
     try:
         return path.read_text().splitlines()
     except OSError:

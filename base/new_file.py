@@ -1,7 +1,7 @@
-"""Files that a command makes for itself in a directory which others may write to.
+"""New files in a directory to which others may write.
 
-Nothing that is there already is opened, emptied or followed: not a link, not a second name of somebody's file,
-not a file that happens to have the name. Functions without state.
+An existing entry is never opened, truncated or followed: no link, no second hard link of another's file, no file
+that happens to have the name. Functions without state.
 """
 
 from __future__ import annotations
@@ -12,34 +12,40 @@ from pathlib import Path
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
-"""How file systems and kernels say that they have no files without a name."""
+"""Errors of file systems and kernels that have no unnamed files (O_TMPFILE)."""
 
 
 def create_instead(path: Path, mode: int = 0o666) -> int:
-    """A descriptor of a new, empty file at `path`; what a stopped run left under this name is removed. OSError."""
+    """Return a descriptor of a new, empty file at `path`, after removing what an earlier run left there.
+
+    Raises OSError.
+    """
     path.unlink(missing_ok=True)
     return os.open(path, _FLAGS, mode)
 
 
 def create_unguessed(directory: Path, kind: str, mode: int = 0o600) -> tuple[int, Path]:
-    """A descriptor and the path of a new file whose name nobody could know before. OSError.
+    """Return descriptor and path of a new file with an unpredictable name. Raises OSError.
 
-    `kind` says in the name what the file is, in case that a run is killed and it stays.
+    `kind` is a part of the name, so that the file of a killed run can be recognised.
     """
     path = _unguessed(directory, kind)
     return os.open(path, _FLAGS, mode), path
 
 
 def remove_unguessed(directory: Path, kind: str) -> None:
-    """Remove what killed runs left of `create_unguessed`. For whoever has the directory to itself. OSError."""
+    """Remove the files of `create_unguessed` that killed runs left. The caller owns the directory alone.
+
+    Raises OSError.
+    """
     for path in directory.glob(f".k3-{kind}-*.partial"):
         path.unlink(missing_ok=True)
 
 
 def create_linkable(directory: Path, mode: int = 0o600) -> int | None:
-    """A descriptor of a new file that is gone with the process, unless `give_name` names it before. OSError.
+    """Return a descriptor of a new file that vanishes with the process unless `give_name` names it first.
 
-    None where the file system, the kernel or the lack of /proc does not allow it.
+    Return None where the file system or the kernel does not support it, or /proc is not mounted. Raises OSError.
     """
     if not hasattr(os, "O_TMPFILE"):
         return None
@@ -56,14 +62,14 @@ def create_linkable(directory: Path, mode: int = 0o600) -> int | None:
 
 
 def give_name(descriptor: int, directory: Path, kind: str) -> Path:
-    """Give the file of `create_linkable` a name that nobody could know before, and return its path. OSError."""
+    """Give the file of `create_linkable` an unpredictable name, and return its path. Raises OSError."""
     path = _unguessed(directory, kind)
     os.link(f"/proc/self/fd/{descriptor}", path, follow_symlinks=True)
     return path
 
 
 def create_nameless(directory: Path, kind: str) -> int:
-    """A descriptor of a new file that is gone when it is closed, whatever happens to the process. OSError."""
+    """Return a descriptor of a new file without a name, which vanishes when it is closed. Raises OSError."""
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -76,12 +82,12 @@ def create_nameless(directory: Path, kind: str) -> int:
 
 
 def path_of(descriptor: int, path: Path) -> str:
-    """A path by which a library opens the file behind `descriptor`, made at `path`, and no other in its place."""
+    """Return a path under which a library opens exactly the file behind `descriptor`, which was made at `path`."""
     return _by_number(descriptor) or os.fspath(path)
 
 
 def _by_number(descriptor: int) -> str | None:
-    """The path of a descriptor, None where /proc is not mounted."""
+    """Return the path of a descriptor in /proc, None where /proc is not mounted."""
     by_number = f"/proc/self/fd/{descriptor}"
     return by_number if os.path.exists(by_number) else None  # noqa: PTH110 - no Path is wanted
 

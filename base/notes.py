@@ -1,6 +1,6 @@
-"""What a user should be told once and what ends nothing: a place that lacks a feature, say.
+"""Notes: facts that a user should read once and that are no error, such as a file system that lacks a feature.
 
-Notes are collected where they arise and printed by `console.run`. Safe from any thread.
+They are collected where they arise and printed by `cli_support.run`. Safe from any thread.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import threading
 
 _lock = threading.Lock()
-_told: set[str] = set()
+_noted: set[str] = set()
 _waiting: list[str] = []
 
 
 def note_once(key: str, text: str) -> None:
-    """Keep `text` to be told, unless something with this `key` has been noted in this process already."""
+    """Keep `text` for printing, unless this process has already noted something with this `key`."""
     with _lock:
-        if key not in _told:
-            _told.add(key)
+        if key not in _noted:
+            _noted.add(key)
             _waiting.append(text)
 
 
 def take_notes() -> list[str]:
-    """Return the notes that nobody has told yet, oldest first; they are the caller's to tell."""
+    """Return the notes not yet returned, oldest first; the caller prints them."""
     with _lock:
         taken = list(_waiting)
         _waiting.clear()
@@ -29,7 +29,7 @@ def take_notes() -> list[str]:
 
 
 def forget_notes() -> None:
-    """Begin anew: every note may be told again."""
+    """Forget all notes, so that each may be noted again."""
     with _lock:
-        _told.clear()
+        _noted.clear()
         _waiting.clear()

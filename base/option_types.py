@@ -1,6 +1,7 @@
-"""Types of options that several commands share. Every value that is absurd is refused by name, with exit code 2.
+"""Option types that several commands share; absurd values are refused by name, with exit code 2.
 
-Pure, but for directory names: a leading `~` is the home directory, as in a shell. Imports nothing heavy.
+Pure, except that a leading `~` in a directory is resolved to a home directory, as in a shell. Imports nothing
+heavy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import click
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 WHOLE_MAX = (1 << 63) - 1
-"""Largest whole number that any option takes: what a signed 64-bit integer holds."""
+"""Largest whole number that any option accepts: the maximum of a signed 64-bit integer."""
 
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*$", re.IGNORECASE | re.ASCII)
 _COMMA = re.compile(r"(?<!\\),")
@@ -27,13 +28,13 @@ _SHOWN_CHARACTERS = 60
 
 
 def short(value: Any) -> str:
-    """Return a user's word for an error message, cut if it is very long."""
+    """Return a user's input quoted for an error message, cut if it is very long."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 def parse_size(text: str) -> int:
-    """Bytes meant by "50G", "2.5 GiB" or "4096": powers of 1000, of 1024 with an i. ValueError otherwise."""
+    """Return the bytes meant by "50G", "2.5 GiB" or "4096": powers of 1000, with an i of 1024. Else ValueError."""
     match = _SIZE.match(text)
     if match is None:
         raise ValueError(f"{short(text)} is not a size such as 500M, 2G or 1.5GiB")
@@ -42,7 +43,7 @@ def parse_size(text: str) -> int:
 
 
 class SizeType(click.ParamType[int]):
-    """A click parameter in bytes with the spellings of `parse_size`, of at least `least`."""
+    """A size in bytes, written as `parse_size` reads it and of at least `least` bytes."""
 
     name = "size"
 
@@ -50,7 +51,7 @@ class SizeType(click.ParamType[int]):
         self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """See click.ParamType."""
+        """Return the size in bytes; see click.ParamType."""
         if isinstance(value, int):
             return value
         try:
@@ -72,7 +73,7 @@ class Whole(click.ParamType[int]):
         self._least, self._most = least, most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """See click.ParamType."""
+        """Return the number; see click.ParamType."""
         try:
             number = value if isinstance(value, int) else int(str(value))
         except ValueError:
@@ -84,7 +85,7 @@ class Whole(click.ParamType[int]):
 
 
 class Real(click.ParamType[float]):
-    """A finite number between two bounds, the lower one possibly excluded."""
+    """A finite number between two bounds; with `above` it must exceed the lower one."""
 
     name = "number"
 
@@ -92,7 +93,7 @@ class Real(click.ParamType[float]):
         self._least, self._most, self._above = least, most, above
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """See click.ParamType."""
+        """Return the number; see click.ParamType."""
         try:
             number = float(value)
         except ValueError:
@@ -110,13 +111,13 @@ class Real(click.ParamType[float]):
 class DirectoryList(click.ParamType["tuple[Path, ...]"]):
     r"""Directories separated by commas; `\,` is a comma in a name, and a leading `~` a home directory.
 
-    The option may be given several times (`directories_option`). An empty entry is refused.
+    The option may be repeated (`directories_option`). An empty entry is refused.
     """
 
     name = "A,B,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
-        """See click.ParamType."""
+        """Return the directories; see click.ParamType."""
         if isinstance(value, tuple):
             return value
         names = [name.strip().replace("\\,", ",") for name in _COMMA.split(str(value))]
@@ -128,12 +129,12 @@ class DirectoryList(click.ParamType["tuple[Path, ...]"]):
         return tuple(map(Path, expanded))
 
     def split_envvar_value(self, rv: str) -> list[str]:
-        """One value, which `convert` splits: click would split a variable's value at spaces."""
+        """Return the value whole, for `convert` to split: click would split an environment variable at spaces."""
         return [rv]
 
 
 def directories_option(*names: str, help: str, **more: Any) -> Callable[[_Command], _Command]:  # noqa: A002
-    """Return a click option for a list of directories, of which none may be named twice."""
+    """Return a click option for a list of distinct directories."""
     return click.option(
         *names, type=DirectoryList(), multiple=True, callback=_joined, metavar="A,B,...",
         help=f"{help} Commas separate them, or the option is repeated.", **more,
@@ -152,7 +153,7 @@ def _joined(
 
 
 def _resolved(path: Path) -> Path:
-    """The path without links, as far as it can be told; a loop of links is somebody else's finding."""
+    """Return the path without links; a loop of links is left to the code that opens it."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):

@@ -1,10 +1,9 @@
 """A file that a user asked a command to write: logits, a trace, a routing trace.
 
-Bytes go to a file without a name, so that a run that is killed leaves nothing behind; where there is no such
-thing, to a temporary one beside the wanted one (`.k3-output-….partial`). It takes the wanted name when it is
-published; what was there before stays until then. A link is followed, and stays. A device or a pipe is written
-straight into and is never replaced. A write that fails is taken back, so that a file holds whole writes. One
-thread.
+Bytes go to a file without a name, so that a killed run leaves nothing behind. Where the file system has no such
+files, they go to a temporary one in the same directory (`.k3-output-….partial`). It takes the wanted name when it
+is published; an older file stays until then. A link is followed, and stays a link. A device or a pipe is written
+directly and never replaced. A failed write is undone, so that the file only holds whole writes. One thread.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ NOTHING_KEPT = "Nothing of it is kept; give another place, or make room, and run
 
 
 class OutputFile:
-    """A context manager: left without `publish`, it removes what it wrote."""
+    """A context manager; leaving it before `publish` removes the file."""
 
     def __init__(self, path: Path, what: str, advice: str = NOTHING_KEPT, *, private: bool = False) -> None:
-        """Begin to write `what` (as in "cannot write the trace"). DriveError when nothing can be written there.
+        """Open the file. Raises DriveError when it cannot be written.
 
-        A `private` file can be read by its owner only.
+        `what` names it in messages ("cannot write the trace"). A `private` file can be read only by its owner.
         """
         self.path = path
         self.published = False
@@ -45,7 +44,7 @@ class OutputFile:
         self._advice = advice
         self._size_bytes = 0
         self._mode = 0o600 if private else 0o666
-        self._aside: Path | None = None  # the temporary name, as long as there is one
+        self._aside: Path | None = None  # the temporary name, while there is one
         try:
             self._target = None if _is_stream(path) else Path(os.path.realpath(path))
             if self._target is None:
@@ -61,7 +60,10 @@ class OutputFile:
             raise self._error(error) from error
 
     def write(self, data: bytes) -> None:
-        """Append all of `data`, or nothing of it (a device or a pipe may get a part). DriveError, SpaceError."""
+        """Append all of `data` or nothing of it (a device or a pipe may get a part).
+
+        Raises DriveError, SpaceError.
+        """
         rest = memoryview(data)
         try:
             while rest:
@@ -76,7 +78,7 @@ class OutputFile:
         self._size_bytes += len(data)
 
     def publish(self) -> None:
-        """Make what was written durable and give the file its name. Writing may go on. DriveError."""
+        """Make the bytes durable and give the file its name. Writing may continue. Raises DriveError."""
         if self._target is not None and not self.published:
             try:
                 sync_file(self._file.fileno(), self._target)
@@ -92,14 +94,14 @@ class OutputFile:
 
     def close(self) -> None:
         """Close the file, and remove it unless it was published. Closing twice is harmless."""
-        with contextlib.suppress(OSError):  # nothing is buffered here: every write was answered
+        with contextlib.suppress(OSError):  # unbuffered: no write can fail in close()
             self._file.close()
         if self._aside is not None:
             self._aside.unlink(missing_ok=True)
             self._aside = None
 
     def _name(self, directory: Path) -> None:
-        """Give the file a temporary name if it has none: rename alone can take the place of an earlier file."""
+        """Give the file a temporary name if it has none: only a rename can replace an older file."""
         if self._aside is not None:
             return
         try:
@@ -107,7 +109,7 @@ class OutputFile:
         except OSError as error:
             if error.errno not in _CANNOT_LINK:
                 raise
-            # This file system has files without a name and gives them none: go on in a copy.
+            # This file system allows files without a name, but cannot link them: continue in a copy.
             descriptor, self._aside = create_unguessed(directory, _KIND, self._mode)
             copy = os.fdopen(descriptor, "wb", buffering=0)
             with self._file as unnamed:
@@ -128,13 +130,13 @@ class OutputFile:
 
     def _error(self, error: OSError) -> DriveError:
         typed = drive_error(f"cannot write {self._what}", error, self.path, operation=Operation.WRITE)
-        # A full drive's general advice is a repack's: that it continues where it stopped.
+        # The table's advice for a full drive is a repack's: it promises to continue.
         typed.advice = self._advice if error.errno in FULL else f"{typed.advice}. {self._advice}"
         return typed
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether something is there that is no regular file, and so must not be replaced. OSError."""
+    """Return True if `path` exists and is not a regular file, so must not be replaced. Raises OSError."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""LMDB 0.9 data files, read from bytes in memory and without LMDB.
+"""LMDB 0.9 data files, parsed from bytes in memory and without LMDB.
 
-LMDB maps a file and trusts what its pages say: a damaged or forged one, or one that is cut while it is mapped,
-ends the process by a signal. Here every page number, offset, size and key is held against its bounds before it
-is used, so that whatever the bytes are, the answer is a record or a DamageError.
+LMDB maps a file and trusts its pages: one that is damaged, forged or truncated while it is mapped kills the
+process by a signal. Here every page number, offset, size and key is checked against its bounds before it is used,
+so that any bytes at all give a record or a DamageError.
 
-Immutable; may be used from any thread. It knows what this project writes: plain keys with one value each.
+Immutable; may be used from any thread. Supports what this project writes: plain keys with one value each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAGIC = 0xBEEFC0DE
 FILE_VERSION = 1
 PAGE_SIZES = tuple(1 << power for power in range(9, 17))
 DEPTH_MAX = 32
-"""Most levels of a tree: LMDB's own cursors have no room for more."""
+"""Largest depth of a tree: LMDB's own cursors have no room for more."""
 
 _NO_PAGE = (1 << 64) - 1
 _PAGE = struct.Struct("<QHHHH")  # number, pad, flags, lower, upper
@@ -32,13 +32,13 @@ _META = struct.Struct(f"<II16x{2 * _TREE.size}xQQ")  # magic, version, (address,
 _TREES_AT = _PAGE.size + 24
 _LONG = struct.Struct("<Q")
 _BRANCH, _LEAF, _OVERFLOWS, _IS_META = 1, 2, 4, 8
-_KINDS = _BRANCH | _LEAF | _OVERFLOWS | _IS_META | 0x60  # 0x20 and 0x40 are of duplicates, which we do not write
+_KINDS = _BRANCH | _LEAF | _OVERFLOWS | _IS_META | 0x60  # 0x20 and 0x40: duplicate keys, which we never write
 _IS_LONG, _TREE_RECORD = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A page to go to: its level (1 for leaves), and the bounds of the keys below it."""
+    """A page to visit: its level (1 for leaves), and the bounds of the keys below it."""
 
     page: int
     level: int
@@ -51,7 +51,7 @@ OnDamage = Callable[[DamageError], None]
 
 @dataclass(frozen=True, slots=True)
 class _Root:
-    """The record of one tree: how deep it is, how many records it has, and its topmost page."""
+    """The record of one tree: its depth, its number of entries, and its topmost page."""
 
     flags: int
     depth: int
@@ -60,16 +60,16 @@ class _Root:
 
 
 class Node(NamedTuple):
-    """A record of a leaf, or a child of a branch, whose bytes are known to lie inside its page."""
+    """A record of a leaf, or a child of a branch; its bytes are known to be inside the page."""
 
     key: bytes
     flags: int
-    number: int  # of a leaf: bytes of the value; of a branch: the child's page
+    number: int  # in a leaf: bytes of the value; in a branch: the child's page
     value_at: int  # offset in the file
 
 
 class PageTree:
-    """The newest state that a file's two meta pages name. DamageError when neither can be used."""
+    """The newest state that the file's two meta pages describe. Raises DamageError when neither is usable."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         self.path = path
@@ -85,7 +85,7 @@ class PageTree:
         self._pages = _Pages(data, path, page_bytes, last_page)
 
     def database(self, name: bytes) -> Database | None:
-        """The named database, None when there is none. DamageError when its record is not one."""
+        """Return the named database, None when there is none. Raises DamageError when its record is invalid."""
         found = Database(self._pages, _root(self._main)).find(name)
         if found is None:
             return None
@@ -95,7 +95,7 @@ class PageTree:
 
 
 class Database:
-    """One tree of a file: plain keys in ascending order, one value each."""
+    """One tree of the file: plain keys in ascending order, one value each."""
 
     def __init__(self, pages: _Pages, root: _Root) -> None:
         empty = root.page == _NO_PAGE and root.depth == 0 and root.entries == 0
@@ -105,15 +105,15 @@ class Database:
         self._root = root
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key, None when there is none. DamageError."""
+        """Return the value of a key, None when there is none. Raises DamageError."""
         node = self.find(key)
         return None if node is None else self._pages.value(node)
 
     def items(self, lost: OnDamage | None = None) -> Iterator[tuple[bytes, bytes]]:
-        """Every record in key order, proven to be what `get` finds under its key.
+        """Yield every record in key order; each is the one that `get` finds under its key.
 
-        DamageError at the first page or record that cannot be; with `lost`, that is told of each instead, and what
-        lies behind it is left out.
+        Raises DamageError for the first page or record that is invalid. With `lost`, that is called with each such
+        error instead, and the records behind it are skipped.
         """
         count = 0
         for item in self._walk(_raise if lost is None else lost):
@@ -125,7 +125,7 @@ class Database:
             )
 
     def find(self, key: bytes) -> Node | None:
-        """The node of a key, None when there is none. Looks at one page a level."""
+        """Return the node of a key, None when there is none. Visits one page a level."""
         pages, page = self._pages, self._root.page
         for level in range(self._root.depth, 0, -1):
             leaf = level == 1
@@ -146,7 +146,7 @@ class Database:
         return None
 
     def _walk(self, lost: OnDamage) -> Iterator[tuple[bytes, bytes]]:
-        """Every record. Keys must ascend, inside the bounds that the branches above them set."""
+        """Yield every record. Keys must ascend, inside the bounds that the branches above them set."""
         seen: set[int] = set()
         stack = [_Child(self._root.page, self._root.depth, b"", None)] if self._root.depth else []
         while stack:
@@ -185,7 +185,7 @@ class Database:
             yield node.key, value
 
     def _children(self, at: int, offsets: tuple[int, ...], place: _Child, lost: OnDamage) -> list[_Child]:
-        """What a branch leads to, with the bounds of the keys below each child."""
+        """Return the children of a branch, each with the bounds of the keys below it."""
         children: list[_Child] = []
         for index in range(len(offsets)):
             try:
@@ -204,7 +204,7 @@ class Database:
 
 
 class _Pages:
-    """A file's pages. What it hands out lies inside the page that it is of, and the page inside the file."""
+    """A file's pages, checked: a node it returns is inside its page, and the page inside the file."""
 
     def __init__(self, data: bytes, path: Path, page_bytes: int, last_page: int) -> None:
         self.data = data
@@ -213,7 +213,7 @@ class _Pages:
         self._last_page = last_page
 
     def nodes(self, page: int, *, leaf: bool) -> tuple[int, tuple[int, ...]]:
-        """The offset of a page in the file, and its nodes' offsets in the page."""
+        """Return a page's offset in the file, and its nodes' offsets in the page."""
         at = self._place(page)
         number, _, flags, lower, upper = _PAGE.unpack_from(self.data, at)
         if number != page or flags & _KINDS != (_LEAF if leaf else _BRANCH):
@@ -224,7 +224,7 @@ class _Pages:
         return at, struct.unpack_from(f"<{count}H", self.data, at + _PAGE.size)
 
     def node(self, at: int, offsets: tuple[int, ...], index: int, *, leaf: bool) -> Node:
-        """A node of the page at `at`: its head, its key and what is stored in it lie inside the page."""
+        """Return a node of the page at offset `at`; its header, key and content are inside the page."""
         offset = offsets[index]
         if offset < _PAGE.size + 2 * len(offsets) or offset + _NODE.size > self._page_bytes:
             raise self.damage("has a record outside of its page", at)
@@ -241,7 +241,7 @@ class _Pages:
         return Node(self.data[key_at:value_at], flags, number, value_at)
 
     def value(self, node: Node) -> bytes:
-        """The value of a leaf's node, which may lie in pages of its own."""
+        """Return the value of a leaf's node, which may be in pages of its own."""
         if node.flags & _TREE_RECORD:
             raise self.damage("has a database where a record is expected", node.value_at)
         if not node.flags & _IS_LONG:
@@ -255,7 +255,7 @@ class _Pages:
         return self.data[at + _PAGE.size : at + _PAGE.size + node.number]
 
     def damage(self, problem: str, offset: int | None) -> DamageError:
-        """The error for a file whose tree cannot be believed."""
+        """Return the error for a file whose tree is invalid; `problem` continues "the file"."""
         return DamageError(f"the file {problem}", path=self._path, offset=offset)
 
     def _place(self, page: int) -> int:
@@ -265,14 +265,14 @@ class _Pages:
 
 
 def _page_size_at(data: bytes, offset: int) -> int:
-    """The page size that a meta page at this offset names, 0 when none can be there."""
+    """Return the page size in a meta page at this offset, 0 when the file is too short for one."""
     if offset + _PAGE.size + _META.size > len(data):
         return 0
     return int(_TREE.unpack_from(data, offset + _TREES_AT)[0])
 
 
 def _meta(data: bytes, offset: int) -> tuple[int, int, int, bytes] | None:
-    """(number of the commit, last page, page size, record of the main tree), None for no sound meta page."""
+    """Return (commit number, last page, page size, record of the main tree), None for an invalid meta page."""
     page_bytes = _page_size_at(data, offset)
     if page_bytes not in PAGE_SIZES or offset not in (0, page_bytes):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PAGE_BYTES = 4096
-"""Alignment of every extent that a container writes: the unit of O_DIRECT on every drive we know."""
+"""Alignment of every extent that a container writes: O_DIRECT needs no more on any drive that is known."""
 
 
 def page_ceil(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Files that stand in for another: what a download left that did not fetch the file itself.
+"""Placeholders: files that a download left instead of the file itself.
 
 Pure; safe to use from any thread.
 """
@@ -17,7 +17,7 @@ _PLACEHOLDERS = (
 
 
 def placeholder(start: bytes) -> tuple[str, str] | None:
-    """The problem and the advice for a file that begins like a placeholder, None for any other."""
+    """Return problem and advice for a file that begins like a placeholder, None for any other."""
     for magic, problem, advice in _PLACEHOLDERS:
         if start[: len(magic)].lower() == magic:
             return problem, advice

@@ -1,8 +1,8 @@
-"""Looking whether something is there: "not there" and "cannot be looked at" are two answers.
+"""Existence checks that tell "absent" from "cannot be checked".
 
-`Path.exists()` takes some errors for "no", others not, and not the same ones on every Python. Here only ENOENT and
-ENOTDIR mean that nothing is there, and names that no file can have; a directory without rights or a drive that
-fails is an error.
+`Path.exists()` returns False for some errors and raises for others, and not for the same ones in every version of
+Python. Here only ENOENT, ENOTDIR and names that no file can have mean "absent"; a directory without permissions or
+a failing drive is an error.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from pathlib import Path
 from k3.base.direct_io import drive_error
 
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
-"""The two answers of the system that mean: there is nothing of this name."""
+"""The two errors that mean that nothing has this name."""
 
 
 def status(path: Path) -> os.stat_result | None:
-    """The status of what is at `path`, links followed; None when nothing is. DriveError when nobody can tell."""
+    """Return the status of `path`, links followed; None when nothing is there.
+
+    Raises DriveError when stat fails.
+    """
     return _ask(path, path.stat)
 
 
@@ -36,27 +39,30 @@ def _ask(path: Path, call: Callable[[], os.stat_result]) -> os.stat_result | Non
 
 
 def is_named(path: Path) -> bool:
-    """True when a directory has an entry of this name, be it a link that leads nowhere. DriveError as `status`."""
+    """Return True if a directory has an entry of this name, even a dangling link.
+
+    Raises DriveError when stat fails.
+    """
     return _ask(path, path.lstat) is not None
 
 
 def is_there(path: Path) -> bool:
-    """True when something is at `path`. DriveError when that cannot be told."""
+    """Return True if something is at `path`. Raises DriveError when stat fails."""
     return status(path) is not None
 
 
 def is_directory(path: Path) -> bool:
-    """True when a directory is at `path`. DriveError when that cannot be told."""
+    """Return True if a directory is at `path`. Raises DriveError when stat fails."""
     found = status(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def is_file(path: Path) -> bool:
-    """True when a regular file is at `path`. DriveError when that cannot be told."""
+    """Return True if a regular file is at `path`. Raises DriveError when stat fails."""
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def was_absent(error: BaseException) -> bool:
-    """True for an operating error that came from nothing being there."""
+    """Return True if an operating error was caused by a missing file."""
     return isinstance(error, NOT_THERE) or isinstance(error.__cause__, NOT_THERE)

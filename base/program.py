@@ -1,8 +1,8 @@
-"""The beginning of every program: its imports under guard, then its command.
+"""Entry of every program: import its command and run it, with an exit code for every failure.
 
-Importing a command takes a quarter of a second, and what fails or interrupts that has not reached
-`cli_support.run`. Python would show a traceback and end with 1, which means damaged bytes here. So the programs of
-the distribution begin with `start`, and this module imports nothing that may fail. For the main thread.
+Importing a command takes a quarter of a second, and a failure or an interrupt during that time comes before
+`cli_support.run`. Python would show a traceback and exit with 1, which means damaged bytes here. So the programs
+of the distribution call `start`, and this module imports nothing that may fail. For the main thread.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-_DRIVE, _UNSUPPORTED, _INTERNAL, _INTERRUPTED = 6, 9, 70, 130  # of errors.ExitCode, which is not imported yet
+_DRIVE, _UNSUPPORTED, _INTERNAL, _INTERRUPTED = 6, 9, 70, 130  # as in errors.ExitCode, which is not imported yet
 
 _LEAST_BYTES = ((resource.RLIMIT_AS, 160 << 20, "ulimit -v"), (resource.RLIMIT_DATA, 64 << 20, "ulimit -d"))
-"""Limits below which the libraries cannot be loaded. OpenBLAS would end the process with 1, or by SIGINT."""
+"""Limits below which the libraries cannot be loaded: OpenBLAS would end the process with 1, or by SIGINT."""
 
 _ADVICE = {
     errno.ENOMEM: "Raise the limit of memory (ulimit -v, the cgroup's)",
@@ -35,9 +35,9 @@ _ADVICE = {
 def start(module: str) -> NoReturn:
     """Import the command `main` of a module and run it, so that every end has one of the project's exit codes.
 
-    Ctrl-C during the imports ends the process at once with 130 and a word. What the system refuses to them ends it
-    with a line and 9 (memory) or 6 (anything else), a fault of their own with a traceback and 70. What the command
-    itself does is guarded by `cli_support.Command`.
+    Ctrl-C during the imports ends the process at once, with a line on stderr and 130. An import that the system
+    refuses ends it with a line and 9 (memory) or 6 (anything else), one that fails otherwise with a traceback and
+    70. The command itself is guarded by `cli_support.Command`.
     """
     catches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so for a job in the background
     try:
@@ -68,12 +68,12 @@ def _refuse_little_memory() -> None:
 
 
 def _imported(module: str) -> Any:
-    """The command of a module; ends the process when it cannot be imported."""
+    """Return the command of a module; end the process when it cannot be imported."""
     try:
         return import_module(module).main
     except Exception as error:
         number = _refusal(error)
-        if number is None:  # a fault of ours, or of the installation: shown whole
+        if number is None:  # a bug here or in the installation: show its traceback
             _end(traceback.format_exc().rstrip(), _INTERNAL)
         place = getattr(error, "filename", None) or getattr(error, "path", None)
         _end(
@@ -84,19 +84,19 @@ def _imported(module: str) -> Any:
 
 
 def _refusal(error: Exception) -> int | None:
-    """The errno of an import that the system refused, None for any other error."""
+    """Return the errno of an import that the system refused, None for any other error."""
     if isinstance(error, MemoryError):
         return errno.ENOMEM
     if isinstance(error, OSError):
         return error.errno
-    if isinstance(error, ImportError):  # the dynamic loader says why in words only, which nobody has translated
+    if isinstance(error, ImportError):  # the dynamic loader gives the reason as English text only
         said = f"{error} {error.__cause__ or error.__context__}"
         return next((number for number in _ADVICE if os.strerror(number) in said), None)
     return None
 
 
 def _leave(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoReturn:
-    """End the process as interrupted, at once: nothing has begun yet."""
+    """End the process as interrupted, at once: the command has not begun."""
     _say("\ninterrupted")
     os._exit(_INTERRUPTED)
 
@@ -107,8 +107,8 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """Write to stderr without its buffer: a signal may have come while that is in use."""
-    if sys.stderr is None:  # it was closed, and its number may be another file's by now
+    """Write to stderr without its buffer, which the code that the signal interrupted may be using."""
+    if sys.stderr is None:  # closed: its descriptor may belong to another file by now
         return
-    with contextlib.suppress(OSError):  # the exit status has to do
+    with contextlib.suppress(OSError):  # only the exit code is left to report with
         os.write(2, f"{text}\n".encode("ascii", "backslashreplace"))

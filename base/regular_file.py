@@ -1,10 +1,9 @@
 """One regular file of a snapshot, a container or a saved state, opened for plain (buffered) reads.
 
-Everything that reads a file which a user put there goes through here, so that a missing file, a dangling link,
-a pipe in place of a file, a refusal of the operating system and a file that ends too early are told apart and
-named once. Nothing here allocates by a number that came from a file: callers bound their lengths first.
-
-A `RegularFile` holds one descriptor until it is closed; reads may be made from any thread.
+Every file that a user supplied is read through this class, so that a missing file, a dangling link, a pipe instead
+of a file, a refusal of the operating system and a truncated file each get their own message. Nothing here
+allocates by a number from a file: callers bound their lengths first. A `RegularFile` holds one descriptor until it
+is closed; any thread may read.
 """
 
 from __future__ import annotations
@@ -21,26 +20,25 @@ from k3.base.errno_advice import Operation
 from k3.base.errors import K3Error, ShardError
 
 READ_BYTES_MAX = 1 << 30
-"""One system call never asks for more: some kernels return at most 2,147,479,552 bytes, others refuse."""
+"""Limit of one system call: some kernels return at most 2,147,479,552 bytes, others refuse more."""
 
 _INCOMPLETE = "The download is incomplete or the file was cut: fetch it again"
 
 
 class RegularFile:
-    """An open regular file: `path` as it was named (links are followed, never replaced by their target)."""
+    """An open regular file. `path` is the given one, also if it is a link."""
 
     def __init__(self, path: Path, missing: type[K3Error] = ShardError, advice: str | None = None) -> None:
         """Open `path`.
 
-        Raises `missing` when there is no such file, the link dangles or it is not a regular file, and
-        DriveError when the operating system refuses. `advice` is what to do about a file that is not there
-        or not whole, for those that were not fetched.
+        Raises `missing` when there is no such file, the link dangles or it is not a regular file, and DriveError
+        when the operating system refuses. `advice` replaces "fetch it again" for files that were not downloaded.
         """
         self.path = path
         self._missing = missing
         self._advice = advice
         try:
-            # A pipe without a writer would block in open(); for regular files the flag changes nothing.
+            # O_NONBLOCK: open() of a pipe without a writer would block; regular files ignore the flag.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _open_failure(path, error, missing, advice) from error
@@ -54,7 +52,7 @@ class RegularFile:
             raise
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`. The `missing` error if the file ends early, DriveError on EIO."""
+        """Return `length` bytes from `offset`. Raises `missing` if the file ends early, DriveError on EIO."""
         try:
             data = os.pread(self._descriptor, min(length, READ_BYTES_MAX), offset)
         except OSError as error:
@@ -66,7 +64,7 @@ class RegularFile:
         return bytes(buffer)
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill `into` (bytes) from `offset`; on any error its content means nothing."""
+        """Fill `into` (bytes) from `offset`; after an error its content is undefined."""
         done = 0
         while done < len(into):
             try:
@@ -85,8 +83,8 @@ class RegularFile:
             done += got
 
     def close(self) -> None:
-        """Close the descriptor; a second call does nothing. DriveError when the system reports a fault."""
-        descriptor, self._descriptor = self._descriptor, -1  # a close that fails has closed all the same
+        """Close the descriptor; a second call does nothing. Raises DriveError when the system reports a fault."""
+        descriptor, self._descriptor = self._descriptor, -1  # close() frees the descriptor even when it fails
         if descriptor >= 0:
             try:
                 os.close(descriptor)
@@ -116,7 +114,10 @@ class RegularFile:
 
 
 def regular_size(path: Path, missing: type[K3Error] = ShardError, advice: str | None = None) -> int:
-    """Size in bytes of a regular file, links followed, without opening it. Raises like `RegularFile`."""
+    """Return the size in bytes of a regular file, links followed, without opening it.
+
+    Raises what `RegularFile` raises.
+    """
     try:
         return _checked_size(path, path.stat(), missing, advice)
     except OSError as error:
@@ -124,9 +125,9 @@ def regular_size(path: Path, missing: type[K3Error] = ShardError, advice: str | 
 
 
 def read_small_file(path: Path, max_bytes: int, error: type[K3Error], advice: str | None = None) -> bytes:
-    """All of a file that is known to be small. `error` when it is missing or larger than `max_bytes`.
+    """Return the content of a file of at most `max_bytes`. Raises `error` when it is missing or larger.
 
-    `advice` is what to do about that, when it is not a file that somebody fetched.
+    `advice` replaces "fetch it again" for files that were not downloaded.
     """
     with RegularFile(path, missing=error, advice=advice) as file:
         if file.size_bytes > max_bytes:

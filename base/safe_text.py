@@ -1,7 +1,7 @@
-"""Words of messages: untrusted text, bounded and without power over a terminal, and counts with their noun.
+"""Safe text for messages: untrusted strings, bounded and without terminal control, and counts with their noun.
 
-Names and numbers in snapshots are anybody's; a message must neither be flooded by them nor forged.
-Pure functions, safe to use from any thread.
+Names and numbers in snapshots come from strangers: they must neither flood a message nor forge one. Pure
+functions, safe to use from any thread.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import unicodedata
 
 SHOWN_CHARACTERS_MAX = 120
 NAME_CHARACTERS_MAX = 400
-"""Longest name that is shown, and accepted, as it is: names become keys and lines on a terminal."""
+"""Longest name that is accepted, and printed whole: names become keys and lines on a terminal."""
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut to SHOWN_CHARACTERS_MAX; control characters come out escaped."""
+    """Return `repr(value)` cut to SHOWN_CHARACTERS_MAX; control characters are escaped."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print an integer of thousands of digits
@@ -26,15 +26,15 @@ def shown(value: object) -> str:
 
 
 def shown_text(text: str) -> str:
-    """A message that may carry anybody's words, cut to a few lines and made visible."""
+    """Return a message that may quote untrusted text, cut to a few lines and escaped."""
     text = visible(text[: 4 * SHOWN_CHARACTERS_MAX])
     return text if len(text) <= 3 * SHOWN_CHARACTERS_MAX else text[: 3 * SHOWN_CHARACTERS_MAX - 3] + "..."
 
 
 def visible(text: str) -> str:
-    """Text in which every character that a terminal may act upon, or nobody can see, is written as an escape.
+    """Return text with every character escaped that is invisible or that a terminal may act on.
 
-    Spaces of every kind stay; line ends, control characters and those that turn the writing direction do not.
+    Spaces of every kind stay; line ends, control characters and bidirectional controls do not.
     """
     if text.isprintable():
         return text
@@ -42,12 +42,12 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """As `visible` for the control characters alone, of which line ends and tabs stay: for a model's text."""
+    """Return text with control characters escaped, except line ends and tabs: for a model's output."""
     return _CONTROLS.sub(lambda match: _escape(match[0]), text)
 
 
 def visible_text(text: str) -> str:
-    """As `visible`, but of several lines: for what commands print for people."""
+    """Return text of several lines with each line as `visible` makes it: for output to people."""
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
@@ -56,15 +56,15 @@ def _escape(character: str) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name is neither empty nor too long and has only printable characters."""
+    """Return True if a name is not empty, not too long and printable."""
     return 0 < len(name) <= NAME_CHARACTERS_MAX and name.isprintable()
 
 
 def shown_name(name: str) -> str:
-    """A name itself if it is plain, else as `shown`."""
+    """Return a plain name as it is, any other as `shown`."""
     return name if is_plain(name) else shown(name)
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun: "1 finding", "2 findings", "1,000 findings"."""
+    """Return a count with its noun: "1 finding", "2 findings", "1,000 findings"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

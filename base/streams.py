@@ -1,6 +1,6 @@
-"""The standard streams as a command finds them: closed, full, without a reader, or in another encoding.
+"""The standard streams, which may be closed, full, without a reader, or in another encoding.
 
-`prepare` comes before anything is parsed, `settle` last; between them `say` writes to stderr. Main thread only.
+Call `prepare` before anything is parsed and `settle` last; between them `say` writes to stderr. Main thread only.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from k3.base.safe_text import visible_text
 
 
 def prepare() -> None:
-    """Let closed streams lead nowhere, and let every name be shown. A second call does nothing."""
+    """Connect closed streams to /dev/null, and make every name printable. A second call does nothing."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # its number must not go to another file
+        if getattr(sys, name) is None:  # or the next file opened would get its descriptor
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it lives as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that cannot be shown must not end the run
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names that the encoding lacks
 
 
 def say(text: str) -> None:
-    """Write to stderr. A stderr that takes nothing is left alone from then on: the exit status has to do."""
+    """Write to stderr. Once a write fails, stderr is dropped: only the exit code is left to report with."""
     try:
         sys.stderr.write(visible_text(text))
         sys.stderr.flush()
     except OSError:
-        _lead_nowhere(sys.stderr)
+        _discard(sys.stderr)
 
 
 def settle() -> None:
-    """Leave nothing in the streams that the interpreter would try to write at its end, and fail."""
+    """Flush the streams, so that the interpreter has nothing left to write, and to fail at, on exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            _lead_nowhere(stream)
+            _discard(stream)
 
 
-def _lead_nowhere(stream: TextIO) -> None:
+def _discard(stream: TextIO) -> None:
     try:
         number = stream.fileno()
     except (OSError, io.UnsupportedOperation):
-        return  # a stream of a test, which has no descriptor
+        return  # a test's stream, without a descriptor
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
     os.close(nowhere)

@@ -1,9 +1,8 @@
-"""JSON as the rest of this room wants it: UTF-8, no key twice, nothing that Python alone would accept.
+"""Strict JSON: UTF-8, unique keys, and nothing that only Python accepts.
 
-Python's parser takes the last of two equal keys, lone surrogates, and `-0` as an integer; other readers of
-the same file do not, and two readers that disagree about a file are how wrong weights get loaded in silence.
-
-Pure functions, safe to use from any thread.
+Python's parser takes the last of two equal keys, lone surrogates, and `-0` as an integer; other readers do not.
+Two readers that disagree about a file are a way to load wrong weights silently. Pure functions, safe to use from
+any thread.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def parse_object(
 ) -> dict[str, Any]:
     """Parse `data` as one JSON object.
 
-    `what` names the text in messages ("the header"), `offset` is where it starts in its file, `advice` is what
-    to do about a text that is not sound. Raises `error`, and nothing else.
+    `what` names the text in messages ("the header"), `offset` is its position in the file, and `advice` the next
+    step when the text is invalid. Raises `error`, and nothing else.
     """
 
     def refuse(problem: str, at: int | None = None) -> K3Error:
@@ -58,7 +57,7 @@ def parse_object(
     except json.JSONDecodeError as bad:
         at = len(text[: bad.pos].encode())
         raise refuse(f"is not JSON: {bad.msg}", at) from bad
-    except ValueError as bad:  # an integer of thousands of digits
+    except ValueError as bad:  # Python refuses integers this long
         raise refuse("has a number that no program can use") from bad
     if type(value) is not dict:
         raise refuse(f"is not a JSON object but {_json_kind(value)}", 0)
