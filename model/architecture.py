@@ -1,9 +1,9 @@
 """The model's shape and constants: one frozen value, read from config.json once and checked.
 
-Every key of the text configuration that changes a result is either a field here or refused here when it
-asks for something this engine does not compute. Nothing is clamped and nothing has a guessed default: a
-missing key is an error that names it. Keys we have never seen are collected in `unknown_keys`, so that a
-later revision of the model is not run in silence as if it were the old one. Immutable; any thread.
+Every key of the text configuration that changes a result is either a field here or refused here when it asks for
+something that this engine does not compute. Nothing is clamped and nothing has a guessed default: a missing key is
+an error that names it. Keys that are not known are collected in `unknown_keys`, so that a later revision of the
+model is not run silently as if it were the old one. Immutable; any thread.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from k3.model.k3_tensors import MX_GROUP
 from k3.model.model_config import text_config
 
 LatentType = Literal["f32", "bf16", "f16"]
-"""The numbers that a run holds latents in between tokens."""
+"""The dtype in which a run holds latents between tokens."""
 
 MLA_LATENT_EPS = 1e-6
-"""Epsilon of the two latent norms inside MLA: the class default of the published model code, which passes
-none there. Some other engines use rms_norm_eps; `k3-run --mla-eps` can follow them."""
+"""Epsilon of the two latent norms inside MLA: the class default of the published model code, which passes none
+there. Some other engines use rms_norm_eps; `k3-run --mla-eps` can follow them."""
 
 ROUTER_SUM_EPS = 1e-20
 """Added to the sum of the selected router scores before dividing by it."""
 
 L2_NORM_EPS = 1e-6
-"""Inside the root of the norm that queries and keys of KDA are divided by."""
+"""Added inside the root of the norm that queries and keys of KDA are divided by."""
 
 CONV_TAPS_MAX = 16
-"""Most taps of KDA's convolution that the kernels take (the model has 4)."""
+"""Largest number of taps of KDA's convolution that the kernels support (the model has 4)."""
 
 COUNT_MAX = 1 << 40
-"""No count or extent of a model is larger; a larger number is a damaged config.json."""
+"""Largest count or extent of a model that is accepted; a larger number is a damaged config.json."""
 
 MIX_ENTRIES_MAX = 64
-"""Most entries of a residual mixture that the kernels take (the model has 9)."""
+"""Largest number of entries of a residual mixture that the kernels support (the model has 9)."""
 
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "model_type": ("kimi_linear", "kimi_k3"),
@@ -53,7 +53,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "num_expert_group": (1,),
     "quantization_config.format": ("mxfp4-pack-quantized",),
 }
-"""Keys with the only values that the forward pass here is written for."""
+"""Keys with the only values that this forward pass is written for."""
 
 _ABSENT_OR: dict[str, tuple[Any, ...]] = {
     "topk_method": ("noaux_tc",),
@@ -66,7 +66,7 @@ _ABSENT_OR: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "q_lora_scaling": (),
 }
-"""Keys that may be missing or null; if they say something, only these values are understood."""
+"""Keys that may be missing or null; any other value must be one of these."""
 
 _SHAPE_KEYS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps",
@@ -77,7 +77,7 @@ _SHAPE_KEYS = (
     "moe_renormalize", "routed_scaling_factor", "topk_group", "use_grouped_topk", "bos_token_id",
     "eos_token_id", "pad_token_id", "max_position_embeddings", "quantization_config", "head_dim",
 )  # fmt: skip
-"""Keys read here, besides those of the two tables above."""
+"""Keys read here in addition to those of the two tables above."""
 
 _NEUTRAL_KEYS = (
     "_name_or_path", "add_cross_attention", "architectures", "auto_map", "bad_words_ids",
@@ -93,7 +93,7 @@ _NEUTRAL_KEYS = (
     "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache", "ignore_index",
     "image_placeholder", "media_placeholder_token_id",
 )  # fmt: skip
-"""Generation settings and bookkeeping of the file format: no effect on a logit."""
+"""Generation settings and bookkeeping of the file format, which affect no logit."""
 
 _KDA_KEYS = (
     "kda_layers", "full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size", "gate_lower_bound",
@@ -104,7 +104,7 @@ _LAYERS = re.compile(r"^\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?$")
 
 @dataclass(frozen=True, slots=True)
 class KdaConfig:
-    """Kimi Delta Attention: heads of width `head_dim`, a causal convolution of `conv_taps` taps before it.
+    """Kimi Delta Attention: heads of width `head_dim`, after a causal convolution of `conv_taps` taps.
 
     Comments name the keys of `linear_attn_config` in config.json.
     """
@@ -124,8 +124,8 @@ class KdaConfig:
 class MlaConfig:
     """Gated multi-head latent attention without positions; the "rope" columns exist but are not rotated.
 
-    Comments name the keys of config.json. It has none for `eps`, the epsilon of the latent norms, and `cache`, the
-    type that a run holds latents in.
+    Comments name the keys of config.json. It has none for `eps`, the epsilon of the latent norms, and for `cache`,
+    the dtype in which a run holds latents.
     """
 
     heads: int  # num_attention_heads
@@ -139,7 +139,7 @@ class MlaConfig:
 
     @property
     def scale(self) -> float:
-        """Factor on the scores."""
+        """Factor on the attention scores."""
         return float((self.nope + self.rope) ** -0.5)
 
 
@@ -161,7 +161,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that the forward pass needs besides the weights. Layers are 0-based.
+    """Everything that the forward pass needs in addition to the weights. Layers are 0-based.
 
     Comments name the keys of config.json.
     """
@@ -186,18 +186,18 @@ class ModelConfig:
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any], path: Path) -> ModelConfig:
-        """Read a parsed config.json, nested or flat; `path` is where it came from, for messages.
+        """Return the configuration of a parsed config.json, nested or flat; `path` is its file, for messages.
 
-        ConfigError for what is missing or contradictory, UnsupportedError for what this engine does not
-        compute; both name the key.
+        Raises ConfigError for missing or contradictory keys, UnsupportedError for anything that this engine does
+        not compute; both name the key.
         """
         return _build(_Keys(text_config(raw, path), path))
 
     def truncated(self, layers: str) -> ModelConfig:
-        """The same model with only some layers: "4" is the first four, "2-5" is layers 2 to 5 inclusive.
+        """Return the same model with only some layers: "4" is the first four, "2-5" is layers 2 to 5 inclusive.
 
-        For measuring and looking for faults; the text it gives is meaningless. ValueError for another form
-        or for layers that do not exist.
+        For measuring and for debugging; the text that it generates is meaningless. Raises ValueError for another
+        form or for layers that do not exist.
         """
         chosen = parse_layers(layers)
         if chosen.stop > self.layer_count:
@@ -205,16 +205,19 @@ class ModelConfig:
         return replace(self, layers=chosen)
 
     def with_mla_eps(self, eps: float) -> ModelConfig:
-        """The same model with another epsilon in MLA's latent norms."""
+        """Return the same model with another epsilon in MLA's latent norms."""
         return replace(self, mla=replace(self.mla, eps=eps))
 
     def with_latent_cache(self, cache: LatentType) -> ModelConfig:
-        """The same model with its latents held in another type between tokens."""
+        """Return the same model with its latents held in another dtype between tokens."""
         return replace(self, mla=replace(self.mla, cache=cache))
 
 
 def parse_layers(text: str) -> range:
-    """Layers meant by "4" (the first four) or "2-5" (2 to 5 inclusive, from 0). ValueError otherwise."""
+    """Return the layers meant by "4" (the first four) or "2-5" (2 to 5 inclusive, from 0).
+
+    Raises ValueError for any other text and for an empty range.
+    """
     match = _LAYERS.match(text)
     if match is None:
         raise ValueError(f"{text!r} is neither a number of layers (4) nor a range of layers (2-5)")
@@ -225,14 +228,14 @@ def parse_layers(text: str) -> range:
 
 
 class _Keys:
-    """Typed access to the text configuration; every complaint names the key and the file."""
+    """Typed access to the text configuration; every error names the key and the file."""
 
     def __init__(self, text: Mapping[str, Any], path: Path) -> None:
         self.text = text
         self.path = path
 
     def get(self, dotted: str) -> Any:
-        """The value at a dotted key, None when it is missing or null."""
+        """Return the value at a dotted key, None when it is missing or null."""
         value: Any = self.text
         for part in dotted.split("."):
             if not isinstance(value, Mapping):
@@ -241,21 +244,25 @@ class _Keys:
         return value
 
     def bad(self, key: str, problem: str) -> ConfigError:
+        """Return the ConfigError for a key; `problem` continues the sentence."""
         return ConfigError(f"config key {key} {problem}", path=self.path, advice="Fetch config.json again")
 
     def need(self, key: str) -> Any:
+        """Return the value at a dotted key. Raises ConfigError when it is missing or null."""
         value = self.get(key)
         if value is None:
             raise self.bad(key, "is missing")
         return value
 
     def count(self, key: str, least: int = 1) -> int:
+        """Return a whole number of at least `least`. Raises ConfigError otherwise."""
         value = self.need(key)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= COUNT_MAX:
             raise self.bad(key, f"is {shown(value)}, not a whole number of at least {least}")
         return value
 
     def real(self, key: str) -> float:
+        """Return a finite number. Raises ConfigError otherwise."""
         value = self.need(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.bad(key, f"is {shown(value)}, not a number")
@@ -268,19 +275,21 @@ class _Keys:
         return number
 
     def positive(self, key: str) -> float:
+        """Return a finite number above zero. Raises ConfigError otherwise."""
         value = self.real(key)
         if value <= 0:
             raise self.bad(key, f"is {shown(value)}, not above zero")
         return value
 
     def flag(self, key: str) -> bool:
+        """Return a truth value. Raises ConfigError otherwise."""
         value = self.need(key)
         if not isinstance(value, bool):
             raise self.bad(key, f"is {shown(value)}, neither true nor false")
         return value
 
     def layer_list(self, key: str) -> frozenset[int]:
-        """A list of 1-based layer numbers, returned 0-based."""
+        """Return a list of 1-based layer numbers as a set of 0-based ones. Raises ConfigError otherwise."""
         value = self.need(key)
         if not isinstance(value, list) or not all(type(item) is int and item >= 1 for item in value):
             raise self.bad(key, "is not a list of layer numbers from 1")
@@ -289,7 +298,7 @@ class _Keys:
         return frozenset(item - 1 for item in value)
 
     def check_supported(self) -> None:
-        """Refuse values that would need code which is not here."""
+        """Raise UnsupportedError for a value that this engine has no code for."""
         for key, allowed in _REQUIRED_VALUES.items():
             self._refuse_unless(key, self.need(key), allowed)
         for key, allowed in _ABSENT_OR.items():
@@ -306,6 +315,7 @@ class _Keys:
             raise self.unsupported(key, value, only)
 
     def unsupported(self, key: str, value: Any, only: str) -> UnsupportedError:
+        """Return the UnsupportedError for a key; `only` names the values that are supported."""
         return UnsupportedError(
             f"config key {key} is {shown(value)}, and this engine only computes {only}",
             path=self.path,
@@ -313,7 +323,7 @@ class _Keys:
         )
 
     def unknown(self) -> tuple[str, ...]:
-        """Keys that this engine has never heard of and that say something, in order."""
+        """Return the keys that are not known and neither null nor false, sorted."""
         known = {*_SHAPE_KEYS, *_NEUTRAL_KEYS, *_REQUIRED_VALUES, *_ABSENT_OR}
         names = [key for key, value in self.text.items() if key not in known and value not in (None, False)]
         known_kda = {*_KDA_KEYS, *(key.partition(".")[2] for key in _REQUIRED_VALUES)}
@@ -393,7 +403,7 @@ def _mla(keys: _Keys) -> MlaConfig:
 
 
 def _kda_layers(keys: _Keys, layer_count: int) -> frozenset[int]:
-    """0-based KDA layers; the two lists together must name every layer once."""
+    """Return the 0-based KDA layers; the two lists together must name every layer once."""
     kda = keys.layer_list("linear_attn_config.kda_layers")
     full = keys.layer_list("linear_attn_config.full_attn_layers")
     for layer in range(layer_count):
@@ -410,7 +420,7 @@ def _kda_layers(keys: _Keys, layer_count: int) -> frozenset[int]:
 
 
 def token_ids(value: Any, key: str, path: Path) -> tuple[int, ...]:
-    """Token ids given as one number or as a list of them. ConfigError otherwise."""
+    """Return token ids given as one number or as a list of them. Raises ConfigError otherwise."""
     items = value if isinstance(value, list) else [value]
     if not items or not all(type(item) is int and 0 <= item <= COUNT_MAX for item in items):
         raise ConfigError(

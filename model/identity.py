@@ -1,9 +1,9 @@
-"""What a model is called: everything that decides which tokens it gives, as three names.
+"""The identity of a model: three names that stand for everything that decides which tokens it generates.
 
-A container's UUID names weights. The same weights give other tokens under another configuration, and the same
-token ids mean another text under another vocabulary, so these two have digests of their own. They are not stored
-in a container: they are computed from its small files when it is opened (docs/container.md section 3.1). Pure
-functions; safe to use from any thread.
+A container's UUID identifies weights. The same weights give other tokens under another configuration, and the same
+token ids mean another text under another vocabulary, so these two have digests of their own. The digests are not
+stored in a container: they are computed from its small files when it is opened (docs/container.md section 3.1).
+Pure functions; safe to use from any thread.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ TEXT_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt", "special_tokens_map.json",
     "tiktoken.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
 )  # fmt: skip
-"""Small files that decide which token ids a text is, by the names that are in use."""
+"""Small files that map text to token ids, under every name in use."""
 
 MEANINGLESS_KEYS = frozenset(("_from_model_config", "_name_or_path", "auto_map", "transformers_version"))
-"""Keys of configurations that say where a file came from or what wrote it. Every other key counts."""
+"""Keys of configurations that only record a file's origin or the program that wrote it. Every other key counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """A name for exactly these weights, run with exactly this configuration and vocabulary."""
+    """The name of exactly these weights, run with exactly this configuration and vocabulary."""
 
     weights: str  # a container's UUID, or "snapshot:" and a digest
     config: str
@@ -42,16 +42,17 @@ class ModelIdentity:
         return f"{self.weights} (configuration {self.config}, vocabulary {self.text})"
 
     def differences(self, other: ModelIdentity) -> str:
-        """A list of what differs from `other`, with both values, for messages; empty when they are equal."""
+        """Return the fields that differ from `other`, with both values, for messages; empty if none does."""
         pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
         return ", ".join(f"{name} {mine} instead of {theirs}" for name, mine, theirs in pairs if mine != theirs)
 
 
 def config_identity(raw: Mapping[str, Any], generation: bytes | None, path: Path) -> str:
-    """The digest of a parsed config.json and the bytes of generation_config.json, None when there is none.
+    """Return the digest of a parsed config.json and of the bytes of generation_config.json (None without one).
 
-    Order and spelling of keys, whitespace, spellings of one number, keys that are null and MEANINGLESS_KEYS do not
-    count. `path` is config.json's, for messages. ConfigError when one of the two contradicts itself.
+    The digest does not depend on the order and the alternative names of keys, on whitespace, on the spelling of a
+    number, on keys that are null, or on MEANINGLESS_KEYS. `path` is config.json's, for messages. Raises
+    ConfigError when one of the two contradicts itself.
     """
     value = None
     if generation is not None:
@@ -65,7 +66,7 @@ def config_identity(raw: Mapping[str, Any], generation: bytes | None, path: Path
 
 
 def text_identity(digests: Mapping[str, str]) -> str:
-    """The digest of the vocabulary's files, given the hexadecimal digests of small files by name."""
+    """Return the digest of the vocabulary's files; `digests` are hexadecimal digests of small files by name."""
     return _digest({name: digests[name] for name in TEXT_FILES if name in digests})
 
 
@@ -74,7 +75,7 @@ def _digest(value: Any) -> str:
 
 
 def _meaning(value: Any) -> Any:
-    """A configuration without what says nothing, every number in one spelling."""
+    """Return a configuration without null values and MEANINGLESS_KEYS, and with every whole number as an int."""
     if isinstance(value, Mapping):
         return {
             key: _meaning(item) for key, item in value.items() if item is not None and key not in MEANINGLESS_KEYS

@@ -1,9 +1,10 @@
-"""K3's tensors: the one table of their names, in the order of the forward pass, with shapes, dtypes and uses.
+"""The table of K3's tensors: their names in the order of the forward pass, with shapes, dtypes and uses.
 
-Two modules derive from it: `tensor_recipe` the order and the encoding of each tensor, by which the repacker writes
-and a snapshot is loaded; `tensor_names` the names, shapes and uses that a configuration asks for, by which headers
-are checked and the engine plans. Tensors that are not in the table are never guessed at. The reference model and
-the synthetic snapshots of the verifier spell the names again: they are there to find mistakes in this table.
+Two modules derive from it. `tensor_recipe` derives the order and the encoding of each tensor, by which the
+repacker writes and a snapshot is loaded; `tensor_names` derives the names, shapes and uses that a configuration
+requires, by which headers are checked and the engine plans. The order and use of a tensor that is not in the table
+are never guessed. The reference model and the synthetic snapshots of the verifier list the names independently, in
+order to find mistakes in this table.
 
 Values and pure functions; safe to use from any thread.
 """
@@ -21,14 +22,16 @@ Use = Literal[
     "embeddings", "KDA attention", "MLA attention", "dense MLP", "shared experts", "latent projections", "routers",
     "head", "norms and other vectors",
 ]  # fmt: skip
-"""The purpose of a dense tensor, as `k3-run --plan` prints it. The last one is held as float32, all others are
-matrices that stay in their stored form."""
+"""The purpose of a dense tensor, as `k3-run --plan` prints it.
+
+The last one is held as float32, all others are matrices that stay in their stored form.
+"""
 
 PREFIX = "language_model."
-"""The beginning of the text model's tensor names inside the multimodal checkpoint; there may be none."""
+"""The prefix of the text model's tensor names inside the multimodal checkpoint; other checkpoints have none."""
 
 REAL_DTYPES = ("BF16", "F16", "F32")
-"""Dtypes that a dense tensor can have: each of their numbers is exactly a float32."""
+"""Dtypes that a dense tensor can have: float32 represents each of their numbers exactly."""
 
 EXPERT_DTYPES = {"packed": ("U8",), "scale": ("U8", "F8_E8M0")}
 """Dtypes of an expert's two kinds of tensors. F8_E8M0 is a newer name for the same scale bytes."""
@@ -42,8 +45,10 @@ MX_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
-    """One dense tensor. `dimensions` name the extents of its shape; `recipe` is whether a recipe may store it in
-    fewer bits."""
+    """One dense tensor of K3.
+
+    `dimensions` are the names of its shape's extents; `recipe` is True if a recipe may store it in fewer bits.
+    """
 
     name: str
     dimensions: tuple[str, ...]
@@ -57,7 +62,7 @@ def _norm(name: str, dimension: str, layers: Layers = "all") -> KnownTensor:
 
 
 def _mix(name: str) -> tuple[KnownTensor, ...]:
-    """The two tensors of a mixture of residual streams."""
+    """Return the two tensors of a mixture of residual streams."""
     vectors: Use = "norms and other vectors"
     return (_norm(f"{name}_norm", "hidden"), KnownTensor(f"{name}_proj.weight", ("one", "hidden"), vectors))
 
@@ -75,7 +80,7 @@ def _mla(name: str, *dimensions: str) -> KnownTensor:
 
 
 def _glu(name: str, inner: str, use: Use, layers: Layers) -> tuple[KnownTensor, ...]:
-    """The three matrices of a gated MLP."""
+    """Return the three matrices of a gated MLP."""
     return (
         KnownTensor(f"{name}.gate_proj.weight", (inner, "hidden"), use, layers, recipe=True),
         KnownTensor(f"{name}.up_proj.weight", (inner, "hidden"), use, layers, recipe=True),
@@ -126,7 +131,7 @@ IN_LAYER = (
     _latent("routed_expert_up_proj", "hidden", "moe_latent"),
     *_glu("block_sparse_moe.shared_experts", "shared_inner", "shared experts", "shared"),
 )
-"""The tensors of a layer, by the end of their names, in the order of use."""
+"""The tensors of a layer, by their names after the layer's prefix, in the order of use."""
 
 AFTER_LAYERS = (
     *_mix("model.output_attn_res"),
@@ -136,4 +141,4 @@ AFTER_LAYERS = (
 """The tensors that are read after the last layer."""
 
 MLA_MARK = "self_attn.kv_b_proj.weight"
-"""The tensor by which a layer with full attention is told."""
+"""The tensor that only a layer with full attention (MLA) has."""

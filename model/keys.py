@@ -1,6 +1,6 @@
-"""What tensors and experts are called, and where bytes lie: names, keys and extents.
+"""Names of tensors and experts, and the extents that hold their bytes.
 
-Everything here is an immutable value; nothing here does I/O. Safe to use from any thread.
+Everything here is an immutable value or a pure function. Safe to use from any thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EXPERTS_MAX = 1 << 20
-"""No layer has more experts; a larger number in a name or a record is a trap or damage."""
+"""Limit of a layer's experts; a larger number in a name or a record is forged or damaged."""
 
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -20,14 +20,14 @@ DTYPE_BITS: dict[str, int] = {
     "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
-"""Bits per element of every safetensors dtype that we accept. Others are refused, never guessed."""
+"""Bits per element of every safetensors dtype that is accepted. Any other dtype is refused."""
 
 _EXPERT = re.compile(r"^(?P<block>.*\blayers\.(?P<layer>\d+)\..*?\bexperts)\.(?P<expert>\d+)\.(?P<part>.+)$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 class Encoding(enum.Enum):
-    """How a dense tensor's numbers are stored."""
+    """The form in which a dense tensor's numbers are stored."""
 
     RAW = "raw"  # the source's bytes and dtype, unchanged
     F32 = "f32"  # widened to float32
@@ -37,7 +37,7 @@ class Encoding(enum.Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExpertKey:
-    """One routed expert. `layer` is 0-based, as in tensor names."""
+    """The layer and the number of one routed expert; `layer` counts from 0, as in tensor names."""
 
     layer: int
     expert: int
@@ -45,7 +45,7 @@ class ExpertKey:
 
 @dataclass(frozen=True, slots=True)
 class ExpertName:
-    """A routed expert's tensor name taken apart: `{block}.{expert}.{part}`."""
+    """The components of a routed expert's tensor name, `{block}.{expert}.{part}`."""
 
     block: str
     key: ExpertKey
@@ -54,11 +54,11 @@ class ExpertName:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes in one file.
+    """A range of bytes in one file.
 
-    `offset` and `stored_bytes` are what to read; the first `payload_bytes` of it are content, the rest is
-    zero padding up to a page. `digest` is the xxh3-128 of all `stored_bytes`, or None where none is known
-    yet (a raw snapshot).
+    A reader reads `stored_bytes` from `offset`; the first `payload_bytes` of them are content, the rest is zero
+    padding up to a page. `digest` is the xxh3-128 of all `stored_bytes`, or None where none is known (in a
+    snapshot).
     """
 
     path: Path
@@ -69,13 +69,13 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """First offset after the extent."""
+        """The first offset after the extent."""
         return self.offset + self.stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One tensor of an expert: its place inside the expert's payload, in bytes."""
+    """One tensor of an expert, and its place inside the expert's payload in bytes."""
 
     name: str  # e.g. "w1.weight_packed"
     dtype: str
@@ -86,7 +86,7 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """How the payload of every expert of one layer is built: its parts in order, without gaps."""
+    """The layout of the payload of every expert of one layer: its parts in order, without gaps."""
 
     block: str  # name prefix up to and including ".experts"
     parts: tuple[ExpertPart, ...]
@@ -97,7 +97,7 @@ class ExpertLayout:
         return sum(part.nbytes for part in self.parts)
 
     def part(self, name: str) -> ExpertPart:
-        """The part called `name`; KeyError when the layer's experts have none."""
+        """Return the part called `name`. Raises KeyError when the layer's experts have none."""
         for part in self.parts:
             if part.name == name:
                 return part
@@ -105,7 +105,7 @@ class ExpertLayout:
 
 
 def parse_expert_name(name: str) -> ExpertName | None:
-    """Take a routed expert's tensor name apart; None for every other tensor (shared experts included)."""
+    """Return the components of a routed expert's tensor name; None for any other, also of shared experts."""
     match = _EXPERT.match(name)
     if match is None:
         return None
@@ -114,16 +114,16 @@ def parse_expert_name(name: str) -> ExpertName | None:
 
 
 def layer_of(name: str) -> int | None:
-    """The 0-based decoder layer that a tensor belongs to, None for tensors outside the layers."""
+    """Return the 0-based decoder layer that a tensor belongs to, None for tensors outside the layers."""
     match = _LAYER.search(name)
     return None if match is None else int(match[1])
 
 
 def is_vision(name: str) -> bool:
-    """Whether a tensor belongs to the vision tower or the multimodal projector."""
+    """Return True if a tensor belongs to the vision tower or the multimodal projector."""
     return name.startswith(("vision_tower.", "mm_projector.", "multi_modal_projector."))
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; KeyError for a dtype that is not in DTYPE_BITS."""
+    """Return the bytes of a tensor. Raises KeyError for a dtype that is not in DTYPE_BITS."""
     return math.prod(shape) * DTYPE_BITS[dtype] // 8

@@ -1,4 +1,4 @@
-"""The two kinds of model that a directory can hold, told apart by the names of files."""
+"""The two kinds of model that a directory can hold, recognised by the names of its files."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ CATALOG_NAME = "catalog.mdb"
 
 
 def is_container(directory: Path) -> bool:
-    """Return True when a directory is the home of a finished container. DriveError when it cannot be looked at."""
+    """Return True when a directory is the home of a finished container. Raises DriveError when stat fails."""
     return is_file(directory / MANIFEST_NAME) and is_file(directory / CATALOG_NAME)

@@ -1,7 +1,7 @@
-"""config.json: read once, its text model found, its spellings made one, its contradictions refused.
+"""Parser of config.json: it finds the text model, unifies the names of keys and refuses contradictions.
 
-K3 nests the text model's keys under `text_config`; derived checkpoints write them flat, and some keys have two
-names in circulation. A file that gives two answers to one question is refused: picking one would be a guess.
+K3 nests the text model's keys under `text_config`; derived checkpoints have them at the top level, and some keys
+have two names in circulation. A file that gives two values for one key is refused: choosing one would be a guess.
 
 Pure functions apart from `load_config`; safe to use from any thread.
 """
@@ -30,32 +30,32 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
 _CANONICAL = {other: name for name, others in SPELLINGS.items() for other in others}
 
 TEXT_TABLES = frozenset(("linear_attn_config", "quantization_config"))
-"""Tables of the text model whose names look like those of other parts (`vision_config`)."""
+"""Tables of the text model that are named like those of other parts (`vision_config`)."""
 
 DESCRIPTIVE_KEYS = frozenset(
     ("_name_or_path", "architectures", "auto_map", "model_type", "torch_dtype", "transformers_version")
 )
-"""Keys that describe the wrapper at the top and the text model below: there they differ by right."""
+"""Keys that describe the wrapper at the top level and the text model below it, so that two values are correct."""
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """config.json as parsed, untouched. ConfigError when it is missing, too large or no JSON object."""
+    """Return config.json as parsed. Raises ConfigError when it is missing, too large or not a JSON object."""
     return parse_config(read_small_file(path, CONFIG_BYTES_MAX, ConfigError), path)
 
 
 def parse_config(data: bytes, path: Path) -> dict[str, Any]:
-    """The bytes of a config.json as an object. ConfigError when they are none."""
+    """Return the bytes of a config.json as an object. Raises ConfigError when they are not a JSON object."""
     return parse_object(
         data, what="the configuration", path=path, error=ConfigError, advice="Fetch config.json again"
     )
 
 
 def text_config(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The text model's configuration: one flat table with one spelling for each key.
+    """Return the text model's configuration: one flat table with one name for each key.
 
-    `raw` is the whole config.json, nested or flat. Keys that only the top level has are included (token ids
-    often stand only there), tables of other parts (`vision_config`) are not. Raises ConfigError naming both
-    keys and both values when two places or two spellings disagree.
+    `raw` is the whole config.json, nested or flat. Keys of the top level are included (token ids are often only
+    there), tables of other parts (`vision_config`) are not. Raises ConfigError naming both keys and both values
+    when two levels or two names of a key disagree.
     """
     nested = raw.get("text_config")
     if nested is None:
@@ -72,12 +72,12 @@ def text_config(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _is_other_part(key: str, value: Any) -> bool:
-    """Whether a key of the top level configures something else than the text model."""
+    """Return True if a key of the top level configures something else than the text model."""
     return key.endswith("_config") and key not in TEXT_TABLES and (key == "text_config" or isinstance(value, dict))
 
 
 def _claim(found: dict[str, tuple[str, Any]], key: str, place: str, value: Any, path: Path) -> None:
-    """Enter a key under its one spelling. `found` maps it to (where it stands, value); null is no answer."""
+    """Enter a key under its one name. `found` maps the name to (full key, value); null counts as missing."""
     name = _CANONICAL.get(key, key)
     known = found.get(name)
     if known is None or (known[1] is None and value is not None):
@@ -87,7 +87,7 @@ def _claim(found: dict[str, tuple[str, Any]], key: str, place: str, value: Any, 
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal in value and in kind: 1 is not True, but 1 and 1.0 are the same number."""
+    """Return True for values that are equal and alike: 1 is not True, but 1 and 1.0 are the same number."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 

@@ -1,8 +1,8 @@
 """The contract of a model on disk or behind a daemon: `ModelSource`.
 
-`container.reader.Container`, `checkpoint.snapshot.Snapshot` and `store.client.daemon_model.DaemonModel` fulfil
-it. A new kind of source is one more class with these methods: nothing that uses a source asks for its kind. Users
-see no offsets either, but `Extent`s and `EncodedTensor`s.
+`container.reader.Container`, `checkpoint.snapshot.Snapshot` and `store.client.daemon_model.DaemonModel` fulfil it.
+A new kind of source is one more class with these methods: no user of a source asks for its kind. Users get
+`Extent`s and `EncodedTensor`s, and compute no offsets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EncodedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DenseInfo:
-    """The form of a dense tensor, and the memory that it will take, by headers alone.
+    """The form of a dense tensor and the memory that it will take, from headers alone.
 
     `dtype` and `shape` are those of the published tensor, `encoding` is the form in which it is loaded.
     """
@@ -57,14 +57,14 @@ class DenseInfo:
 
 
 class TensorReader(Protocol):
-    """A giver of a model's dense tensors while they are being read."""
+    """Hands out a model's dense tensors while they are being read."""
 
     def take(self, name: str) -> EncodedTensor:
-        """Return a tensor, once. Wait until it is read; raise what reading it raised."""
+        """Return a tensor, once. Waits until it is read, and raises what reading it raised."""
 
 
 class TensorLoad(TensorReader, Protocol):
-    """Dense tensors that are read in the background, from the making of the load until it is closed."""
+    """Dense tensors that are read in the background, from the creation of the load until it is closed."""
 
     @property
     def retries(self) -> int:
@@ -75,26 +75,26 @@ class TensorLoad(TensorReader, Protocol):
         """Seconds from the beginning of the load to the end of reading, or until now while it lasts."""
 
     def huge_pages(self) -> HugePages:
-        """Return the bytes that the buffers have in huge pages, and the bytes that were asked for."""
+        """Return the bytes of the buffers that are in huge pages, and the bytes for which those were requested."""
 
     def close(self) -> None:
         """Stop reading. Tensors that were taken stay valid."""
 
 
 class ModelSource(Protocol):
-    """A model by its files: configuration, dense tensors, the places of experts. Reads only on request."""
+    """A model on disk or in a daemon: configuration, dense tensors, extents of experts. Reads only on request."""
 
     @property
     def identity(self) -> ModelIdentity:
-        """A name for exactly these weights, in this form and run with this configuration and vocabulary."""
+        """The name of exactly these weights in this form, run with this configuration and vocabulary."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """config.json as parsed, untouched."""
+        """The content of config.json as parsed."""
 
     @property
     def config_path(self) -> Path:
-        """The config.json that `config` came from, for messages."""
+        """The path of the config.json that `config` came from, for messages."""
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -113,10 +113,10 @@ class ModelSource(Protocol):
         """Return the dense tensors in execution order, without vision and experts."""
 
     def dense(self, name: str) -> DenseInfo:
-        """Return the form and the memory of a dense tensor, without reading it. KeyError when there is none."""
+        """Return form and memory of a dense tensor, without reading it. Raises KeyError when there is none."""
 
     def read_tensor(self, name: str) -> EncodedTensor:
-        """Read one dense tensor. KeyError when there is none; K3Error when its bytes cannot be used."""
+        """Read one dense tensor. Raises KeyError when there is none, K3Error when its bytes cannot be used."""
 
     def begin_load(
         self,
@@ -125,7 +125,7 @@ class ModelSource(Protocol):
         on_read: Callable[[str], None] = lambda name: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> TensorLoad:
-        """Begin to read dense tensors in the background, in the order of `names`, and return at once.
+        """Start to read dense tensors in the background, in the order of `names`, and return at once.
 
         `on_read` is called with each tensor's name when it is in memory, `on_end` once, at the end of all reading
         or at `close`. They are called one at a time, perhaps from another thread, perhaps before this returns.
@@ -133,7 +133,7 @@ class ModelSource(Protocol):
         """
 
     def loading_bytes(self, names: Sequence[str]) -> int:
-        """Return the most memory that `begin_load` holds besides the tensors, until it ends."""
+        """Return the most memory that `begin_load` holds in addition to the tensors, until it ends."""
 
     @property
     def has_extents(self) -> bool:

@@ -1,8 +1,7 @@
-"""The tensors that a model must have by its configuration: names, shapes and dtypes, held against what it has.
+"""The tensors that a configuration requires, compared with those of a model: names, shapes and dtypes.
 
-A missing tensor is an error, and so is one that is not known, since a model with more tensors computes something
-else. Asked before a byte of weights is read: by the engine, and by the repacker through `model_check`. Pure; any
-thread.
+A missing tensor is an error, and so is an unknown one, since a model with more tensors computes something else.
+Checked before any weights are read: by the engine, and by the repacker through `model_check`. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from k3.model.keys import ExpertLayout, ExpertPart, layer_of
 Shape = tuple[int, ...]
 
 ALL_TEXT_PREFIXES = (PREFIX, "")
-"""Possible beginnings of the text model's names: inside the multimodal checkpoint, and alone."""
+"""Possible prefixes of the text model's names: inside the multimodal checkpoint, and alone."""
 
 _LISTED = 5  # names shown in an error before "and N more"
 
@@ -39,7 +38,7 @@ _MLA_USES = {tensor.name: tensor.use for tensor in IN_LAYER if tensor.layers != 
 
 
 def text_prefix(names: Iterable[str], path: Path | None = None) -> str:
-    """Return the beginning of the text model's tensor names. SourceError when there are no embeddings at all."""
+    """Return the prefix of the text model's tensor names. Raises SourceError when there are no embeddings."""
     present = set(names)
     for prefix in ALL_TEXT_PREFIXES:
         if f"{prefix}model.embed_tokens.weight" in present:
@@ -53,7 +52,7 @@ def text_prefix(names: Iterable[str], path: Path | None = None) -> str:
 
 
 def check_shape(name: str, shape: Sequence[int], expected: Shape, path: Path | None = None) -> None:
-    """SourceError unless the shapes agree; A_log may be padded beyond its heads."""
+    """Raise SourceError unless the shapes are equal; A_log may be padded beyond its heads."""
     fits = tuple(shape) == expected
     if name.endswith(".A_log"):
         fits = len(shape) == 1 and shape[0] >= expected[0]
@@ -67,7 +66,7 @@ def check_shape(name: str, shape: Sequence[int], expected: Shape, path: Path | N
 
 
 def check_dtype(name: str, dtype: str, path: Path | None = None) -> None:
-    """SourceError unless a dense tensor has one of `REAL_DTYPES`."""
+    """Raise SourceError unless a dense tensor has one of `REAL_DTYPES`."""
     if dtype not in REAL_DTYPES:
         raise SourceError(
             f"its numbers are {dtype}, and weights of this kind are read as {' or '.join(REAL_DTYPES)}",
@@ -78,7 +77,7 @@ def check_dtype(name: str, dtype: str, path: Path | None = None) -> None:
 
 
 def check_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]], config: ModelConfig) -> None:
-    """Check (dtype, shape) of needed tensors by full name. SourceError names the first that does not fit."""
+    """Raise SourceError for the first needed tensor, by full name, whose (dtype, shape) does not fit `config`."""
     prefix = text_prefix(tensors)
     expected = expected_tensors(config, config.layers)
     for name, (dtype, shape) in tensors.items():
@@ -87,7 +86,7 @@ def check_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]], config: Mode
 
 
 def expected_tensors(config: ModelConfig, layers: Iterable[int]) -> dict[str, Shape]:
-    """Every dense tensor that these layers and the model around them have: name without prefix -> shape."""
+    """Return every dense tensor of these layers and of the model around them: name without prefix -> shape."""
     dimensions = _dimensions(config)
     shapes = {tensor.name: _shape(tensor, dimensions) for tensor in (*BEFORE_LAYERS, *AFTER_LAYERS)}
     for layer in layers:
@@ -99,7 +98,7 @@ def expected_tensors(config: ModelConfig, layers: Iterable[int]) -> dict[str, Sh
 
 
 def _layer_kinds(layer: int, config: ModelConfig) -> set[str]:
-    """Which rows of the table of tensors a layer has, by their `layers`."""
+    """Return the values of `KnownTensor.layers` that apply to a layer."""
     kinds = {"all", "kda" if layer in config.kda_layers else "mla"}
     if layer not in config.moe_layers:
         return kinds | {"dense"}
@@ -111,7 +110,7 @@ def _shape(tensor: KnownTensor, dimensions: Mapping[str, int]) -> Shape:
 
 
 def _dimensions(config: ModelConfig) -> dict[str, int]:
-    """The extents that shapes are made of, by the names in the table of tensors."""
+    """Return the extents that shapes are made of, by the names in the table of tensors."""
     kda, mla, moe = config.kda, config.mla, config.moe
     return {
         "one": 1,
@@ -135,7 +134,7 @@ def _dimensions(config: ModelConfig) -> dict[str, int]:
 
 
 def tensor_use(name: str, config: ModelConfig) -> Use:
-    """Return the purpose of a dense tensor of the model. KeyError for one that K3 does not have."""
+    """Return the purpose of a dense tensor of the model. Raises KeyError for one that K3 does not have."""
     plain = name.removeprefix(PREFIX)
     layer = layer_of(plain)
     if layer is None:
@@ -145,10 +144,10 @@ def tensor_use(name: str, config: ModelConfig) -> Use:
 
 
 def needed_names(names: Iterable[str], config: ModelConfig) -> list[str]:
-    """Full names of the tensors that a run of `config.layers` reads, out of all that a source has, in its order.
+    """Return the full names of the tensors that a run of `config.layers` reads, in the order of `names`.
 
-    Compares names only. SourceError for what is missing; UnsupportedError for tensors that the whole model
-    would not have.
+    `names` are all dense tensors of a source. Compares names only. Raises SourceError for missing tensors,
+    UnsupportedError for tensors that the whole model does not have by its configuration.
     """
     names = list(names)
     unknown = unknown_names(names, config)
@@ -162,7 +161,7 @@ def needed_names(names: Iterable[str], config: ModelConfig) -> list[str]:
 
 
 def unknown_names(names: Sequence[str], config: ModelConfig) -> list[str]:
-    """Those of a source's dense tensors that the whole model would not have."""
+    """Return those of a source's dense tensors that the whole model does not have by its configuration."""
     prefix = text_prefix(names)
     known = expected_tensors(config, range(config.layer_count))
     return [name for name in names if name.removeprefix(prefix) not in known or not name.startswith(prefix)]
@@ -171,9 +170,9 @@ def unknown_names(names: Sequence[str], config: ModelConfig) -> list[str]:
 def present_names(
     names: Sequence[str], config: ModelConfig, layers: Iterable[int], path: Path | None = None
 ) -> list[str]:
-    """Full names of the dense tensors of these layers and of the model around them, in the source's order.
+    """Return the full names of the dense tensors of `layers` and of the model around them, ordered as `names`.
 
-    SourceError for those that are missing.
+    Raises SourceError when any is missing.
     """
     prefix = text_prefix(names, path)
     needed = {prefix + name for name in expected_tensors(config, layers)}
@@ -191,7 +190,7 @@ def present_names(
 
 
 def listing(names: Sequence[str]) -> str:
-    """Some names, and how many more there are."""
+    """Return the first few names in order, and the number of the others."""
     shown = ", ".join(sorted(names)[:_LISTED])
     more = len(names) - _LISTED
     plural = "tensor" if len(names) == 1 else "tensors"
@@ -199,7 +198,7 @@ def listing(names: Sequence[str]) -> str:
 
 
 def check_expert_layers(layers: Iterable[int], config: ModelConfig) -> None:
-    """UnsupportedError for routed experts in a layer that has none by the configuration."""
+    """Raise UnsupportedError for routed experts in a layer that has none by the configuration."""
     extra = sorted(set(layers) - config.moe_layers)
     if extra:
         raise UnsupportedError(
@@ -210,8 +209,11 @@ def check_expert_layers(layers: Iterable[int], config: ModelConfig) -> None:
 
 
 def check_experts(layout: ExpertLayout, config: ModelConfig, layer: int, path: Path | None = None) -> None:
-    """UnsupportedError for experts of other parts than MXFP4's, ExpertError for a dtype or shape that does not
-    follow from the configuration."""
+    """Check the parts of a layer's experts against the configuration.
+
+    Raises UnsupportedError for experts of other parts than MXFP4's, ExpertError for a dtype or shape that does not
+    follow from the configuration.
+    """
     wanted = expected_parts(config)
     names = [part.name for part in layout.parts]
     if sorted(names) != sorted(wanted):
@@ -223,7 +225,7 @@ def check_experts(layout: ExpertLayout, config: ModelConfig, layer: int, path: P
 
 
 def expected_parts(config: ModelConfig) -> dict[str, Shape]:
-    """The tensors of one expert: name -> shape."""
+    """Return the tensors of one expert: name -> shape."""
     latent, inner = config.moe.latent, config.moe.inner
     shapes = dict(zip(EXPERT_MATRICES, ((inner, latent), (latent, inner), (inner, latent)), strict=True))
     parts: dict[str, Shape] = {}

@@ -1,6 +1,6 @@
 """The order in which the forward pass reads K3's dense tensors, and the encoding that each is stored in.
 
-Both are derived from the table in `k3_tensors`. The repacker writes by them and a raw snapshot is read by them, so
+Both are derived from the table in `k3_tensors`. The repacker writes by them and a snapshot is read by them, so
 both give an engine the same bytes. Tensors that are not in the table keep their bytes (RAW).
 
 Values and pure functions; safe to use from any thread.
@@ -21,7 +21,7 @@ MATRIX_ENCODINGS: dict[int, Encoding] = {
     16: Encoding.RAW,
     32: Encoding.F32,
 }
-"""Bits per weight that can be asked for, and what they mean for a matrix."""
+"""The encoding of a matrix for each number of bits per weight that can be requested."""
 
 _DECODER = re.compile(r"^model\.layers\.([0-9]+)\.(.+)$")
 _BEFORE = {tensor.name: rank for rank, tensor in enumerate(BEFORE_LAYERS)}
@@ -33,8 +33,10 @@ _HEADS = frozenset(tensor.name for tensor in AFTER_LAYERS if tensor.recipe)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Bits per weight: `mla_bits` for attention matrices of full-attention layers, `head_bits` for lm_head,
-    `bits` for every other matrix. Each is 4, 8, 16 (as stored) or 32; ValueError otherwise.
+    """Bits per weight of a container's matrices.
+
+    `mla_bits` applies to the attention matrices of full-attention layers, `head_bits` to lm_head, `bits` to every
+    other matrix. Each is 4, 8, 16 (as stored) or 32. Raises ValueError otherwise.
     """
 
     bits: int = 8
@@ -49,9 +51,9 @@ class Recipe:
                 raise ValueError(f"{field} is {value!r}; it can be {allowed}")
 
     def encoding(self, name: str, dtype: str, shape: tuple[int, ...], is_mla_layer: bool) -> Encoding:
-        """How to store the dense tensor `name`, whose source has `dtype` and `shape`.
+        """Return the encoding of the dense tensor `name`, whose source has `dtype` and `shape`.
 
-        Only the known matrices in BF16, F16 or F32 change; everything else is RAW: norms, biases, convolutions,
+        Only the known matrices in BF16, F16 or F32 change. Everything else is RAW: norms, biases, convolutions,
         the router, embeddings, unknown tensors, and matrices in another dtype or not in two dimensions.
         """
         if not is_quantizable(name, dtype, shape):
@@ -65,44 +67,44 @@ class Recipe:
             bits = self.bits
         encoding = MATRIX_ENCODINGS[bits]
         if encoding is Encoding.F32 and dtype == "F32":
-            return Encoding.RAW  # the same bytes, and says that nothing was done
+            return Encoding.RAW  # the bytes are equal, and RAW says that they are the source's
         return encoding
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a tensor is one of the known matrices that a recipe may store in fewer bits."""
+    """Return True if a tensor is one of the known matrices that a recipe may store in fewer bits."""
     layer, suffix = _split(name)
     return suffix in (_HEADS if layer is None else _MATRICES)
 
 
 def is_quantizable(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a recipe applies to this tensor: a known matrix, two-dimensional, not empty, BF16, F16 or F32."""
+    """Return True if a recipe applies to a tensor: a known matrix with two axes, not empty, BF16, F16 or F32."""
     return is_matrix(name) and dtype in REAL_DTYPES and len(shape) == 2 and 0 not in shape
 
 
 def is_known(name: str) -> bool:
-    """Whether a dense tensor is one of K3's (with or without the `language_model.` prefix)."""
+    """Return True if a dense tensor is one of K3's (with or without the `language_model.` prefix)."""
     layer, suffix = _split(name)
     return suffix in _RANK if layer is not None else suffix in _BEFORE or suffix in _AFTER
 
 
 def canonical_name(name: str) -> str:
-    """One spelling for all names of the same tensor: without prefix, layer number without leading zeros."""
+    """Return the one name for all spellings of a tensor: no prefix, no leading zeros in the layer number."""
     layer, suffix = _split(name)
     return suffix if layer is None else f"model.layers.{layer}.{suffix}"
 
 
 def mla_layers(names: Iterable[str]) -> frozenset[int]:
-    """0-based layers with full attention (MLA), told by their tensors; every other layer is KDA."""
+    """Return the 0-based layers with full attention (MLA), recognised by their tensors; all others are KDA."""
     marked = (_split(name) for name in names)
     return frozenset(layer for layer, suffix in marked if layer is not None and suffix == MLA_MARK)
 
 
 def execution_order(names: Iterable[str]) -> list[str]:
-    """Dense tensor names in the order the forward pass reads them.
+    """Return dense tensor names in the order in which the forward pass reads them.
 
-    Embeddings, then the layers ascending, then the output mix, the last norm and lm_head. Unknown tensors
-    come at the end of their layer, or at the very end, by name.
+    Embeddings, then the layers ascending, then the output mix, the last norm and lm_head. Unknown tensors come at
+    the end of their layer, or at the very end, sorted by name.
     """
     return sorted(names, key=_order)
 
@@ -121,7 +123,7 @@ def _order(name: str) -> tuple[int, int, int, str]:
 
 
 def _split(name: str) -> tuple[int | None, str]:
-    """A decoder layer's number and what follows it, or None and the whole name; both without prefix."""
+    """Return a decoder layer's number and the name after it, or None and the whole name; both without prefix."""
     plain = name.removeprefix(PREFIX)
     match = _DECODER.match(plain)
     return (None, plain) if match is None else (int(match[1]), match[2])

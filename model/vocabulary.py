@@ -1,8 +1,8 @@
-"""The small files that give text a meaning, parsed: tiktoken.model, tokenizer_config.json, generation_config.json.
+"""Parsers of the vocabulary's small files: tiktoken.model, tokenizer_config.json, generation_config.json.
 
 The vocabulary is `tiktoken.model` (lines of base64 bytes and a rank) followed by a fixed block of special ids;
-their names come from tokenizer_config.json. The caller has read the files: everything here is pure, and raises
-ConfigError with the file's path, and nothing else, for whatever is in them.
+their names come from tokenizer_config.json. The caller has read the files. Everything here is pure, and raises
+ConfigError with the file's path, and nothing else, whatever the files contain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPECIAL_NAMES_NAME = "tokenizer_config.json"
 GENERATION_NAME = "generation_config.json"
 
 SPECIAL_COUNT = 256
-"""Special ids after the ranks. The number is fixed by the model's code, not by any file."""
+"""Number of special ids after the ranks. The model's code fixes it, no file does."""
 
 SPECIAL_PLACES: dict[str, int] = {
     "[BOS]": 0,
@@ -45,7 +45,7 @@ SPECIAL_PLACES: dict[str, int] = {
     "[UNK]": 254,
     "[PAD]": 255,
 }
-"""Special tokens that have a name, and their places counted from the first special id."""
+"""Special tokens that have a name, and their positions counted from the first special id."""
 
 _ID_DIGITS_MAX = 12
 _REFETCH = "Fetch the file again"
@@ -53,7 +53,7 @@ _REFETCH = "Fetch the file again"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`ranks` of the pieces; the name of every special id; the special ids that plain text leaves out."""
+    """The ranks of the pieces, the name of every special id, and the special ids that plain text leaves out."""
 
     ranks: Mapping[bytes, int]
     special_names: Mapping[int, str]
@@ -63,7 +63,10 @@ class Vocabulary:
 def parse_vocabulary(
     ranks_data: bytes, ranks_path: Path, names_data: bytes, names_path: Path, vocab_size: int | None
 ) -> Vocabulary:
-    """The vocabulary of a model of `vocab_size` tokens (None: of any size)."""
+    """Return the vocabulary of a model of `vocab_size` tokens; None allows any size.
+
+    Raises ConfigError when a file is invalid or the sizes differ.
+    """
     ranks = parse_ranks(ranks_data, ranks_path)
     if vocab_size is not None and len(ranks) + SPECIAL_COUNT != vocab_size:
         raise ConfigError(
@@ -77,7 +80,10 @@ def parse_vocabulary(
 
 
 def parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
-    """A tiktoken.model. Every rank from 0 up must be there once and every single byte must have one."""
+    """Return the pieces of a tiktoken.model and their ranks.
+
+    Raises ConfigError unless the ranks count up from 0 without a gap and every single byte has one.
+    """
     instead = placeholder(data)
     if instead is not None:
         raise ConfigError(instead[0], path=path, advice=instead[1])
@@ -105,9 +111,10 @@ def parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
 
 
 def parse_special_names(data: bytes, path: Path, first: int) -> tuple[dict[int, str], frozenset[int]]:
-    """The name of each of the special ids from `first` on, and those that plain text leaves out (`special: true`).
+    """Return the names of the special ids from `first` on, and the ids that plain text omits (`special: true`).
 
-    An id without a name of its own is called `<|reserved_token_ID|>`, so no other id may be called that.
+    An id without a name of its own is called `<|reserved_token_ID|>`, so no other id may be called that. Raises
+    ConfigError for invalid, repeated and foreign ids.
     """
     added = _object(data, "the tokenizer's configuration", path).get("added_tokens_decoder")
     if not isinstance(added, dict):
@@ -140,13 +147,16 @@ def parse_special_names(data: bytes, path: Path, first: int) -> tuple[dict[int, 
 
 
 def complete_names(names: Mapping[int, str], first: int) -> dict[int, str]:
-    """The name of every special id: its own in `names`, or the one that the model's code gives it."""
+    """Return the name of every special id: its own in `names`, or the one that the model's code gives it."""
     ids = range(first, first + SPECIAL_COUNT)
     return {token: names.get(token, f"<|reserved_token_{token}|>") for token in ids}
 
 
 def parse_eos_ids(data: bytes, path: Path, vocab_size: int | None) -> tuple[int, ...] | None:
-    """The tokens that end a generation, by a generation_config.json. None when it does not say."""
+    """Return the tokens that end a generation according to a generation_config.json, None when it names none.
+
+    Raises ConfigError for ids outside the vocabulary.
+    """
     value = _object(data, "the generation's configuration", path).get("eos_token_id")
     if value is None:
         return None
@@ -157,7 +167,7 @@ def parse_eos_ids(data: bytes, path: Path, vocab_size: int | None) -> tuple[int,
 
 
 def _token_of(key: str) -> int:
-    """The id that a key spells, -1 when it spells none plainly."""
+    """Return the id that a key spells in plain decimal, -1 for any other key."""
     plain = key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS_MAX
     token = int(key) if plain else -1
     return token if str(token) == key else -1
