@@ -1,4 +1,4 @@
-"""The published model on disk: shards, headers, index, downloads; a `Snapshot` is a `ModelSource`.
+"""The published model on disk: shards, headers, index, downloads. A `Snapshot` is a `ModelSource`.
 
-Sees `model` and `base`. Reads only.
+Imports `model`, `kernels` and `base`. Only reads.
 """

@@ -1,10 +1,10 @@
-"""Files that downloaders leave in a snapshot: digests that prove others, and signs of an unfinished download.
+"""Files that downloaders leave in a snapshot: digests that prove other files, and signs of an unfinished download.
 
     .cache/huggingface/download/NAME.metadata   of `hf download --local-dir`: revision, digest, time, a line each
     blobs/<digest>                              of a download cache, to which a snapshot's files are links
     NAME.aria2, NAME.part and so on             of a download that has not ended
 
-A digest is the SHA-256 of a large file or what Git calls a blob: the SHA-1 of "blob", the size and the bytes.
+A digest is the SHA-256 of a large file, or else its Git blob id: the SHA-1 of "blob", the size and the bytes.
 
 Reads directories, links and small files; safe to use from any thread.
 """
@@ -29,13 +29,13 @@ METADATA_DIRECTORY = Path(".cache", "huggingface", "download")
 METADATA_BYTES_MAX = 4096
 
 CONTROL_SUFFIXES = (".aria2", ".aria2__temp", ".st")
-"""Endings of control files of aria2 and axel: the file beside them has its size from the start, and holes."""
+"""Endings of control files of aria2 and axel: the file beside one has its full size from the start, and holes."""
 
 LEFTOVER_SUFFIXES = (
     *CONTROL_SUFFIXES, ".!ut", ".crdownload", ".download", ".incomplete", ".lock", ".opdownload", ".part",
     ".partial", ".tmp",
 )  # fmt: skip
-"""Endings of files that belong to a download or a writer under way, never to a model."""
+"""Endings of files that belong to an unfinished download or write, never to a model."""
 
 _DIGEST = re.compile(r"^(?:[0-9a-f]{40}|[0-9a-f]{64})$")
 
@@ -49,7 +49,7 @@ class PublishedDigest:
 
     @property
     def sha256(self) -> str | None:
-        """The SHA-256, None when it is the other kind."""
+        """The SHA-256, or None if the digest is a Git blob's."""
         return self.hexadecimal if len(self.hexadecimal) == 64 else None
 
     def check(self, data: bytes, path: Path, error: type[K3Error]) -> None:
@@ -68,14 +68,14 @@ class PublishedDigest:
 
 
 def published_digest(path: Path) -> PublishedDigest | None:
-    """The digest that the downloader recorded for a file of a snapshot, None when there is no record.
+    """Return the digest that the downloader recorded for a file of a snapshot, None when there is no record.
 
-    DriveError when a record cannot be read.
+    Raises DriveError when a record cannot be read.
     """
     try:
         target = path.readlink()
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # a published digest must not get lost
+        if error.errno not in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # without it nothing would be compared
             raise drive_error("cannot read the link", error, path) from error
         target = None  # not a link
     if target is not None and target.parent.name == "blobs" and _DIGEST.match(target.name):
@@ -86,24 +86,24 @@ def published_digest(path: Path) -> PublishedDigest | None:
     try:
         lines = read_small_file(record, METADATA_BYTES_MAX, SourceError).decode("ascii", "replace").splitlines()
     except SourceError:
-        return None  # no record that hf download has written
+        return None  # not a record that hf download wrote
     etag = lines[1].strip().strip('"').lower() if len(lines) > 1 else ""
     return PublishedDigest(etag, record) if _DIGEST.match(etag) else None
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file of this name belongs to a download or a writer under way."""
+    """Return True if a file of this name belongs to an unfinished download or write."""
     return name.endswith(LEFTOVER_SUFFIXES)
 
 
 def leftovers_of(path: Path) -> list[str]:
-    """Names of the files beside `path` that belong to an unfinished download of it."""
+    """Return the names of the files beside `path` that belong to an unfinished download of it."""
     names = [path.name + suffix for suffix in LEFTOVER_SUFFIXES]
     return [name for name in names if is_named(path.with_name(name))]
 
 
 def refuse_holes(path: Path, error: type[K3Error]) -> None:
-    """Raise `error` when a control file beside `path` says that its download has not ended."""
+    """Raise `error` when a control file beside `path` shows that its download has not ended."""
     for suffix in CONTROL_SUFFIXES:
         if is_named(path.with_name(path.name + suffix)):
             raise error(
@@ -114,7 +114,7 @@ def refuse_holes(path: Path, error: type[K3Error]) -> None:
 
 
 def download_notes(directories: Sequence[Path]) -> list[str]:
-    """One sentence for everything that tells of an unfinished or another download. Nothing is refused."""
+    """Return a sentence for every sign of an unfinished download or of another revision. Refuses nothing."""
     notes = []
     for directory in directories:
         beside = sorted(
@@ -136,14 +136,14 @@ def download_notes(directories: Sequence[Path]) -> list[str]:
 
 
 def main_revision(directory: Path) -> str | None:
-    """The revision that refs/main names, given the directory of a revision in a download cache; or None."""
+    """Return the revision that refs/main names, or None; `directory` is a revision's, in a download cache."""
     if directory.parent.name != "snapshots":
         return None
     reference = directory.parent.parent / "refs" / "main"
     try:
         text = read_small_file(reference, METADATA_BYTES_MAX, SourceError).decode("ascii", "replace").strip()
     except (SourceError, DriveError):
-        return None  # it only tells what else could have been meant
+        return None  # it only serves a note
     return text if text.isalnum() else None
 
 
@@ -157,7 +157,7 @@ def _entries(directory: Path) -> list[tuple[str, bool]]:
     try:
         return list_directory(directory)
     except (SourceError, DriveError):
-        return []  # it only tells of downloads; who needs a file of it will say so
+        return []  # it only serves a note; a file that is needed is refused where it is opened
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
-"""Gathers the routed experts of a snapshot and proves that they are complete and alike.
+"""Collects the routed experts of a snapshot and proves that they are complete and alike.
 
 Every expert of a layer must have the same parts with the same dtypes and shapes, and the ids must run from 0
-without gaps: an expert that is missing or odd is found here, not when the router asks for it. How many parts
-an expert has, what they are called, in which order and in how many files they lie is left to the checkpoint.
+without gaps: an expert that is missing or differs is found here, not when the router chooses it. The number, names
+and order of an expert's parts, and the number of files that hold them, are up to the checkpoint.
 
 For one thread.
 """
@@ -28,7 +28,7 @@ _Kind = tuple[str, str, tuple[int, ...]]  # part name, dtype, shape
 
 
 class _Rows:
-    """The expert tensors of one layer as they were met: one number of each column per tensor."""
+    """The expert tensors of one layer in the order of their arrival: each column has one number per tensor."""
 
     def __init__(self, layer: int, block: str) -> None:
         self.layer = layer
@@ -53,24 +53,24 @@ class _Rows:
 
 
 class ExpertCensus:
-    """Takes expert tensors one by one, then makes the tables."""
+    """Collects expert tensors one by one, then builds the tables."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        """`shards` may grow while tensors are added; it is used for messages."""
+        """Begin without tensors. `shards` may grow while tensors are added; it is used for messages."""
         self._shards = shards
         self._layers: dict[int, _Rows] = {}
-        self._blocks: dict[str, _Rows] = {}  # by what stands before ".experts."
+        self._blocks: dict[str, _Rows] = {}  # by the part of the name before ".experts."
 
     def add(self, tensor: HeaderTensor, shard: int) -> bool:
-        """Take `tensor` if it belongs to a routed expert; whether it does.
+        """Add `tensor` and return True if it belongs to a routed expert, else return False.
 
-        ExpertError when a layer has two groups of experts or an id is not written plainly.
+        Raises ExpertError when a layer has two groups of experts, or for an id that is not plain decimal.
         """
         before, _, after = tensor.name.partition(_MARK)
         rows = self._blocks.get(before)
         if rows is not None:
             number, _, part = after.partition(".")
-            # The regular expression is the definition; this is the same for names without a second block.
+            # Avoids the regular expression, with the same result for names without a second block.
             if number.isdecimal() and part and "layers" not in part and "experts" not in part:
                 self._take(rows, number, part, tensor, shard)
                 return True
@@ -89,9 +89,9 @@ class ExpertCensus:
         return True
 
     def tables(self, num_experts: int | None) -> dict[int, ExpertTable]:
-        """The table of every layer, ascending. `num_experts` is what the configuration says, if it does.
+        """Return the table of every layer, ascending. `num_experts` is the configuration's number, or None.
 
-        ExpertError naming layer, expert and tensor when a layer is not complete and uniform.
+        Raises ExpertError naming layer, expert and tensor when a layer is not complete and uniform.
         """
         return {layer: self._table(self._layers[layer], num_experts) for layer in sorted(self._layers)}
 
@@ -120,7 +120,10 @@ class ExpertCensus:
         return ExpertTable(rows.layer, _layout(rows, by_name), shards, offsets)
 
     def _checked_count(self, rows: _Rows, experts: npt.NDArray[np.int64], num_experts: int | None) -> int:
-        """How many experts the layer has; ids must run from 0 to that, and it must be what was promised."""
+        """Return the number of the layer's experts.
+
+        Raises ExpertError unless it is `num_experts`, without gaps.
+        """
         present = np.unique(experts)
         count = int(present[-1]) + 1 if num_experts is None else num_experts
         missing = np.setdiff1d(np.arange(count), present)
@@ -136,7 +139,10 @@ class ExpertCensus:
         return count
 
     def _usual(self, rows: _Rows, has: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """The kinds of tensors that every expert has. ExpertError when one differs from the majority."""
+        """Return a mask of the kinds that every expert has.
+
+        Raises ExpertError when an expert differs from most.
+        """
         variants, votes = np.unique(has, axis=0, return_counts=True)
         # With equal votes the richer one wins: a missing part is likelier than an invented one.
         winner = max(range(len(votes)), key=lambda number: (votes[number], variants[number].sum()))
@@ -149,7 +155,7 @@ class ExpertCensus:
     def _odd_expert(
         self, rows: _Rows, expert: int, has: npt.NDArray[np.bool_], usual: npt.NDArray[np.bool_]
     ) -> ExpertError:
-        """What distinguishes an expert from most others of its layer."""
+        """Return the error that names the difference between an expert and most others of its layer."""
         own = {kind[0]: kind for kind, number in rows.kinds.items() if has[number]}
         wanted = {kind[0]: kind for kind, number in rows.kinds.items() if usual[number]}
         shard = rows.shards[rows.experts.index(expert)]

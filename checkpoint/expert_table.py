@@ -1,7 +1,7 @@
-"""Where the routed experts of one layer of a snapshot lie.
+"""The places of the routed experts of one layer of a snapshot: shard and offset of every part.
 
-K3 has half a million expert tensors; as objects they would take 300 MB and seconds to make. So a layer is a
-table of numbers, and names, tensors and extents are made when asked for.
+K3 has half a million expert tensors; as objects they would take 300 MB and seconds to create. So a layer is a
+table of numbers, and names, tensors and extents are created on request.
 
 Tables are immutable; safe to use from any thread.
 """
@@ -34,7 +34,10 @@ class ExpertTable:
         return len(self.offsets)
 
     def extents(self, expert: int, shards: Sequence[Shard]) -> tuple[Extent, ...]:
-        """One extent for each run of parts that lie one after the other; ExpertError for an unknown id."""
+        """Return an expert's extents in payload order, with adjacent parts in one extent.
+
+        Raises ExpertError for an unknown id.
+        """
         if not 0 <= expert < self.count:
             raise ExpertError(
                 f"there is no such expert; the layer has {self.count}",
@@ -53,7 +56,7 @@ class ExpertTable:
         return tuple(Extent(shards[shard].path, offset, length, length) for shard, offset, length in runs)
 
     def find(self, name: ExpertName) -> SourceTensor | None:
-        """The tensor of this name, None when the layer has none."""
+        """Return the tensor of this name, None when the layer has none."""
         if name.block != self.layout.block or not 0 <= name.key.expert < self.count:
             return None
         for column, part in enumerate(self.layout.parts):
@@ -62,13 +65,13 @@ class ExpertTable:
         return None
 
     def names(self) -> Iterator[str]:
-        """The names of all tensors, by expert, then part."""
+        """Yield the names of all tensors, by expert, then part."""
         for expert in range(self.count):
             for part in self.layout.parts:
                 yield f"{self.layout.block}.{expert}.{part.name}"
 
     def in_shard(self, shard: int) -> Iterator[SourceTensor]:
-        """All tensors of the layer that lie in one shard, by expert, then part."""
+        """Yield the layer's tensors in one shard, by expert, then part."""
         for expert, column in np.argwhere(self.shards == shard).tolist():
             yield self._tensor(expert, column)
 

@@ -1,11 +1,11 @@
-"""The shapes a Hugging Face download can have on disk.
+"""The directory layouts that a Hugging Face download can have on disk.
 
     models--org--name/blobs/<sha256>                     the bytes
     models--org--name/snapshots/<revision>/<file>        links: ../../blobs/<sha256>
     models--org--name/refs/main                          the name of a revision
 
-A blob's name is a digest of its bytes, which is a proof for free (downloads.py); so links are read, but a path is
-never replaced by its target: the target has neither the file's name nor its neighbours.
+A blob's name is a digest of its bytes, by which they can be proven (downloads.py), so links are read. But a path
+is never replaced by its target: the target has neither the file's name nor its neighbours.
 
 Reads directories and links only; safe to use from any thread.
 """
@@ -24,10 +24,10 @@ _LISTED_MAX = 8
 
 
 def snapshot_directory(path: Path) -> Path:
-    """The directory that holds a snapshot's files, given that directory or a cache folder above it.
+    """Return the directory of a snapshot's files, given that directory or a cache folder above it.
 
-    A `models--…` folder or its `snapshots` folder stands for its one revision. Returns an absolute path with
-    all links left as they are. SourceError when there is no such directory or the choice is not clear.
+    A `models--…` folder or its `snapshots` folder stands for its one revision. The result is absolute; links are
+    not resolved. Raises SourceError when there is no such directory, no revision, or more than one.
     """
     path = path.absolute()
     entries = dict(list_directory(path))
@@ -53,10 +53,10 @@ def snapshot_directory(path: Path) -> Path:
 
 
 def possible_snapshots(path: Path) -> list[Path]:
-    """`path` and, if it is a cache folder, the directories of all its revisions, by name.
+    """Return `path` and, if it is a cache folder, the directories of all its revisions, by name.
 
-    For looking for files that are known by name. A path that is no directory has no revisions; DriveError when the
-    system does not say which there are.
+    The caller looks in them for files whose names it knows. A path that is no directory has no revisions. Raises
+    DriveError when the system refuses to list them.
     """
     revisions_in = path if path.name == "snapshots" else path / "snapshots"
     try:
@@ -69,9 +69,9 @@ def possible_snapshots(path: Path) -> list[Path]:
 
 
 def list_directory(path: Path) -> list[tuple[str, bool]]:
-    """(name, is it a directory) of everything in `path`, by name.
+    """Return (name, True for a directory) of every entry of `path`, by name.
 
-    SourceError when there is no such directory, DriveError when it cannot be listed.
+    Raises SourceError when there is no such directory, DriveError when it cannot be listed.
     """
     advice = "Name the directory that holds config.json and the shards"
     try:
@@ -89,11 +89,11 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        return False  # a link in a circle; whoever needs the file will say so
+        return False  # a loop of links; it is refused where the file is opened
 
 
 def describe_directory(path: Path) -> str:
-    """What a directory holds, in a few words, for a message that something else was expected there."""
+    """Return the content of a directory in a few words, for a message that something else was expected there."""
     entries = list_directory(path)
     files = [name for name, is_directory in entries if not is_directory]
     folders = [f"{name}/" for name, is_directory in entries if is_directory]

@@ -1,7 +1,7 @@
-"""The comparison of an index with the shards it names: every tensor exactly once, where the index says.
+"""The comparison of an index with its shards: every tensor must be there once, in the shard that the index names.
 
-Other loaders take whichever file comes first, or fill what they do not find with garbage; both change tokens
-without a word. Here any difference is refused, except a wrong `total_size`, which no reader depends on.
+Other loaders take the first file that has a tensor, or leave a tensor that they do not find uninitialised; both
+change tokens silently. Here every difference is refused, except a wrong `total_size`, which no reader depends on.
 
 For one thread.
 """
@@ -23,7 +23,11 @@ class IndexCheck:
     """Compares shards with the index one by one, then as a whole."""
 
     def __init__(self, index: ShardIndex, wanted: Callable[[str], bool] | None) -> None:
-        """`wanted` says which tensors are of interest, None: all. Shards without any are not needed."""
+        """Begin without shards.
+
+        `wanted` returns True for names of tensors that are needed; None means all. Shards without any are not
+        needed.
+        """
         self._index = index
         self._expected = Counter(index.weight_map.values())
         self._needed = self._expected.keys()
@@ -35,11 +39,11 @@ class IndexCheck:
         self._tensor_bytes = 0
 
     def needed_shards(self) -> list[str]:
-        """Names of the shards to be opened."""
+        """Return the names of the shards to open."""
         return sorted(self._needed)
 
     def add(self, path: Path, header: Header) -> None:
-        """Compare one shard. IndexFileError for a tensor that the index does not name at all."""
+        """Compare one shard. Raises IndexFileError for a tensor that the index does not name."""
         shard = path.name
         self._paths[shard] = path
         agreeing = 0
@@ -59,9 +63,10 @@ class IndexCheck:
                     self._lacking[name] = shard
 
     def finish(self) -> list[str]:
-        """After the last shard: IndexFileError or ShardError for what is not where the index says.
+        """Check the whole after the last shard, and return warnings about harmless differences.
 
-        Returns warnings about what does not matter.
+        Raises IndexFileError or ShardError for a tensor that is not in the shard, or not only in the shard, that
+        the index names.
         """
         for name, shard, said in self._elsewhere:
             if name in self._lacking or said not in self._paths:

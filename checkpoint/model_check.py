@@ -1,8 +1,8 @@
-"""The engine's own questions, asked of a snapshot's headers and small files before a byte of it is copied.
+"""The checks of an engine, made on a snapshot's headers and small files before any weights are copied.
 
-What no engine could run is refused by name: a tensor that is missing, has another shape than config.json gives or
-holds no real numbers, a vocabulary that is not one. What only this project's engine cannot run is noted: the copy
-is as good as the original, and another program may know what to do with it.
+A model that no engine could run is refused, naming the tensor or the file: a tensor that is missing, has another
+shape than config.json gives or holds no real numbers, a vocabulary that is invalid. A model that only this
+project's engine cannot run is noted: its copy equals the original, and another program may be able to run it.
 
 Reads the small files and nothing else. Safe to use from any thread.
 """
@@ -42,10 +42,9 @@ _CANNOT_RUN = "k3-run cannot run this model"
 
 
 def check_model(snapshot: Snapshot, layers: Collection[int] | None) -> list[str]:
-    """Check a snapshot of some layers (None: of all). Returns what this project's engine cannot run, one sentence
-    each.
+    """Check a snapshot of some layers (None: of all), and return a sentence for each obstacle to k3-run.
 
-    SourceError, with the file and the tensor, for what no engine could run.
+    Raises SourceError, with the file and the tensor, for a model that no engine could run.
     """
     notes: list[str] = []
     _check_dtypes(snapshot)
@@ -59,7 +58,7 @@ def check_model(snapshot: Snapshot, layers: Collection[int] | None) -> list[str]
 def check_text(snapshot: Snapshot, vocab_size: int | None) -> list[str]:
     """Check the files that text and the end of a generation need; `vocab_size` is None when it is not known.
 
-    Returns what is missing, one sentence each. ConfigError for a file that is not what its name says.
+    Returns a sentence for each missing file. Raises ConfigError for an invalid one.
     """
     generation = _read(snapshot, GENERATION_NAME)
     ranks, names = _read(snapshot, RANKS_NAME), _read(snapshot, SPECIAL_NAMES_NAME)
@@ -81,7 +80,7 @@ def _read(snapshot: Snapshot, name: str) -> tuple[Path, bytes] | None:
 
 
 def _check_dtypes(snapshot: Snapshot) -> None:
-    """Every known dense tensor holds real numbers, whether config.json is understood or not."""
+    """Check that every known dense tensor holds real numbers, even if config.json is not supported."""
     for name in snapshot.tensor_names():
         if is_known(name):
             check_dtype(name, snapshot.tensors[name].dtype, _shard_path(snapshot, name))
@@ -96,7 +95,7 @@ def _config(snapshot: Snapshot, notes: list[str]) -> ModelConfig | None:
 
 
 def _check_tensors(snapshot: Snapshot, config: ModelConfig, layers: Collection[int], notes: list[str]) -> None:
-    """The dense tensors of these layers are all there, in the right shapes; so are the experts' tensors."""
+    """Check that the layers' dense tensors exist, and that they and the experts' tensors have the right shapes."""
     names = snapshot.tensor_names()
     prefix = text_prefix(names, snapshot.config_path)
     unknown = unknown_names(names, config)

@@ -1,7 +1,7 @@
-"""Experts that are whole and yet no use: weights that are all zero, scale bytes that no trained weight has.
+"""Complete experts that are useless: weights that are all zero, or scale bytes that no trained weight has.
 
 A published checkpoint may hold such bytes, or a download that was filled up with them. They are copied and proven
-like any others; these are the words for them, so that nobody takes them for damage of a container.
+like any others. This module reports them as published, so that nobody takes them for damage of a container.
 
 `ExpertWatch` is for one thread at a time.
 """
@@ -16,10 +16,10 @@ import numpy.typing as npt
 from k3.model.keys import ExpertKey, ExpertLayout, ExpertPart
 
 RESERVED_SCALE = 255
-"""The scale byte that stands for no number (NaN, for formats that have one)."""
+"""The scale byte that is not a number (NaN, in formats that have one)."""
 
 SCALE_MAX = 127 + 40
-"""The largest scale byte of a weight that is used: a factor of 2^40, three of which meet in an expert's output."""
+"""The largest scale byte of a useful weight: a factor of 2^40. An expert's output multiplies three of them."""
 
 _GLANCE_BYTES = 256
 _MAGNITUDES = 0x77  # of the two numbers in a byte, without their signs
@@ -27,7 +27,7 @@ _LISTED = 5  # experts named in a note before "and N more"
 
 
 class ExpertWatch:
-    """Looks at one expert's payload as it passes, in pieces of any size and in any order."""
+    """Inspects one expert's payload as it is copied, in ranges of any size and in any order."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._parts = [part for part in layout.parts if part.nbytes and part.name.endswith(("_packed", "_scale"))]
@@ -35,22 +35,22 @@ class ExpertWatch:
         self._used: set[str] = set()
 
     def feed(self, start: int, data: npt.NDArray[np.uint8]) -> None:
-        """Take in the payload's bytes from `start` on."""
+        """Inspect the payload's bytes from `start` on."""
         for part in self._parts:
             first, last = max(part.offset, start), min(part.offset + part.nbytes, start + len(data))
             if first < last:
                 self._look(part, data[first - start : last - start])
 
     def add(self, other: ExpertWatch) -> None:
-        """Take in what another watch has seen of the same expert."""
+        """Add the results of another watch over the same expert."""
         self._used |= other._used
         for name, largest in other._largest.items():
             self._largest[name] = max(largest, self._largest.get(name, 0))
 
     def problems(self, *, whole: bool = True) -> tuple[str, ...]:
-        """Return the oddities of the bytes that have passed, one phrase for each part.
+        """Return the oddities of the bytes inspected so far, one phrase for each part.
 
-        Unless the payload has passed `whole`, nothing is said about bytes that may be elsewhere.
+        Unless the `whole` payload was inspected, a part is not reported as all zeros: its other bytes may not be.
         """
         phrases = []
         for part in self._parts:

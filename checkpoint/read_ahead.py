@@ -1,8 +1,8 @@
-"""`ReadAhead`: dense tensors read and quantized by a few threads ahead of their use.
+"""`ReadAhead`: dense tensors read and quantized by a few threads before they are needed.
 
-Reading a tensor keeps a drive busy, checking its digest or quantizing it a core; one after the other would leave
-each idle half of the time. Tensors are begun in the order given, `READ_AHEAD` at most being read or waiting to be
-taken, so memory stays bounded. Taken by one thread.
+Reading a tensor occupies a drive, quantizing it a core; one after the other would leave each idle half of the
+time. Tensors are begun in the order given. At most `READ_AHEAD` are being read or waiting to be taken, so memory
+stays bounded. Taken by one thread.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from k3.base.huge_pages import HugePages
 from k3.model.model_source import EncodedTensor
 
 READ_AHEAD = 4
-"""Tensors that are being read or waiting; as many threads."""
+"""Limit of the tensors that are being read or wait to be taken, and number of threads."""
 
 
 class ReadAhead:
-    """A `TensorLoad` over a function that reads one tensor. A context manager; leaving it drops the rest."""
+    """A `TensorLoad` over a function that reads one tensor.
 
-    retries = 0  # second tries of the function itself are not counted here
+    A context manager; leaving it drops the tensors that were not taken.
+    """
+
+    retries = 0  # this class repeats no read
 
     def __init__(
         self,
@@ -34,10 +37,10 @@ class ReadAhead:
         on_read: Callable[[str], None] = lambda name: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to read the first of `names`: all tensors that will be taken, in the order in which they lie best.
+        """Begin to read the first of `names`: all tensors that will be taken, in the best order of reading.
 
         `on_read` is called for each tensor that was read, `on_end` once, when all were read or at `close`: one
-        call at a time, from threads of the load.
+        call at a time, from threads of the load or from the one that closes it.
         """
         self._read_tensor = read_tensor
         self._waiting = deque(names)
@@ -45,7 +48,7 @@ class ReadAhead:
         self._begun: dict[str, Future[EncodedTensor]] = {}
         self._on_read = on_read
         self._on_end = on_end
-        self._lock = threading.Lock()  # of the calls, and of what follows
+        self._lock = threading.Lock()  # held during the callbacks, and guards `_left` and `_ended_s`
         self._began_s = time.monotonic()
         self._ended_s: float | None = None
         self._pool = ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="k3-dense")
@@ -53,12 +56,12 @@ class ReadAhead:
 
     @property
     def load_s(self) -> float:
-        """Seconds from the beginning of the load to the end of reading; until now, while it goes on."""
+        """Seconds from the beginning of the load to the end of reading, or until now while it lasts."""
         return (time.monotonic() if self._ended_s is None else self._ended_s) - self._began_s
 
     def take(self, name: str) -> EncodedTensor:
         """Return a tensor of `names`, once. Raises what reading it raised."""
-        if name not in self._begun:  # taken out of order: it may not wait behind others
+        if name not in self._begun:  # taken out of order: begin it before the others
             self._waiting.remove(name)
             self._begin(name)
         self._fill()
@@ -68,11 +71,11 @@ class ReadAhead:
         return tensor
 
     def huge_pages(self) -> HugePages:
-        """Return zeros: no huge pages are asked for."""
+        """Return zeros: no huge pages are requested."""
         return HugePages()
 
     def close(self) -> None:
-        """Wait for the reads in flight and drop what was not taken."""
+        """Wait for the reads in flight and drop the tensors that were not taken."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             self._end()

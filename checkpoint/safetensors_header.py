@@ -1,13 +1,13 @@
-"""The header of one safetensors file: parsed completely, refused by name, and built for writing.
+"""The header of one safetensors file: parsed completely, refused with its error, and built for writing.
 
-A safetensors file is an 8-byte little-endian length N, N bytes of JSON, and the tensors' bytes. Sound means:
-the JSON describes every byte of the data section exactly once and the file holds every byte it describes. So a
-truncated download, a header of another file and a hand-made trap are all found before one tensor is read.
+A safetensors file is an 8-byte little-endian length N, N bytes of JSON, and the tensors' bytes. It is valid if the
+JSON describes every byte of the data section exactly once and the file holds every byte that it describes. So a
+truncated download, a header of another file and a forged header are all found before a tensor is read.
 
-Refusals about the JSON are HeaderError, refusals about the file as a whole (empty, a pointer, cut, too long)
-are ShardError. Where the format leaves room we are stricter than the `safetensors` package: no key twice,
-no unknown key in an entry, no dtype whose size we do not know, no sizes beyond 63 bits, no name that
-is empty, very long or not printable.
+Problems of the JSON are HeaderErrors, problems of the file as a whole (empty, a pointer, truncated, too long)
+ShardErrors. Where the format leaves room this parser is stricter than the `safetensors` package: no key twice, no
+unknown key in an entry, no dtype of unknown size, no sizes beyond 63 bits, no name that is empty, very long or not
+printable.
 
 Pure functions apart from `read_header`, which reads an open file; safe to use from any thread.
 """
@@ -30,7 +30,7 @@ from k3.model.keys import DTYPE_BITS, tensor_bytes
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000
-"""The same cap as the `safetensors` package. The largest header of the published K3 has 818 kB."""
+"""The limit of the `safetensors` package. The largest header of the published K3 has 818 kB."""
 
 _COUNT_MAX = 2**63 - 1
 _METADATA = "__metadata__"
@@ -57,7 +57,7 @@ class HeaderTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A sound header. `header_bytes` is where the data section starts; `tensors` are in storage order."""
+    """A valid header. The data section starts at `header_bytes`; `tensors` are in storage order."""
 
     header_bytes: int
     file_bytes: int
@@ -66,7 +66,10 @@ class Header:
 
 
 def read_header(file: RegularFile) -> tuple[bytes, Header]:
-    """The raw header (length included) of an open file, and what it says. Raises like `parse_header`."""
+    """Return the raw header of an open file, with the 8 bytes of its length, and the parsed one.
+
+    Raises what `parse_header` raises.
+    """
     start = file.read(0, min(file.size_bytes, 512))
     length = header_length(start, file.size_bytes, file.path)
     raw = file.read(0, LENGTH_BYTES + length)
@@ -74,9 +77,9 @@ def read_header(file: RegularFile) -> tuple[bytes, Header]:
 
 
 def header_length(start: bytes, file_bytes: int, path: Path) -> int:
-    """N, from the first bytes of a file (512 are enough); refuses whatever cannot be a safetensors file.
+    """Return N, given the first bytes of a file (512 are enough).
 
-    Raises ShardError for empty, short, cut and foreign files, HeaderError for a length above the cap.
+    Raises ShardError for empty, short, truncated and foreign files, HeaderError for a length above the limit.
     """
     if file_bytes == 0:
         raise ShardError("is empty", path=path, advice="The download never began: fetch it again")
@@ -111,10 +114,10 @@ def header_length(start: bytes, file_bytes: int, path: Path) -> int:
 
 
 def parse_header(raw: bytes, file_bytes: int, path: Path) -> Header:
-    """Parse the first 8 + N bytes of a file of `file_bytes` bytes.
+    """Return the parsed header of a file of `file_bytes` bytes, given its first 8 + N bytes.
 
-    Raises HeaderError when the header contradicts the format or itself, ShardError when the file has fewer or
-    more bytes than the header describes. `path` is for messages only.
+    Raises HeaderError when the header contradicts the format or itself, ShardError when the file has fewer or more
+    bytes than the header describes. `path` is for messages only.
     """
     length = header_length(raw, file_bytes, path)
     header_bytes = LENGTH_BYTES + length
@@ -149,10 +152,11 @@ def build_header(
     metadata: Mapping[str, str] | None = None,
     align: int = PAGE_BYTES,
 ) -> bytes:
-    """The bytes before the data section of a file with these tensors, one after the other without gaps.
+    """Return the bytes before the data section of a file with these tensors, one after the other without gaps.
 
-    `entries` are (name, dtype, shape) in storage order. Compact JSON, `__metadata__` first, padded with spaces
-    so that the result's length is a multiple of `align`. ValueError for what no file may contain.
+    `entries` are (name, dtype, shape) in storage order. The JSON is compact, `__metadata__` comes first, and
+    spaces pad it so that the result's length is a multiple of `align`. Raises ValueError for a repeated or
+    reserved name and a header above the limit, KeyError for an unknown dtype.
     """
     fields: dict[str, object] = {}
     if metadata:
@@ -172,7 +176,7 @@ def build_header(
 
 
 def _metadata(value: Any, path: Path) -> Mapping[str, str]:
-    if value is None:  # the `safetensors` package takes null for none, too
+    if value is None:  # null counts as absent, as in the `safetensors` package
         return {}
     if type(value) is not dict or not all(type(text) is str for text in value.values()):
         raise HeaderError(
@@ -184,7 +188,10 @@ def _metadata(value: Any, path: Path) -> Mapping[str, str]:
 
 
 def _tensors(fields: dict[str, Any], header_bytes: int, path: Path) -> tuple[HeaderTensor, ...]:
-    """Every entry checked on its own, in storage order. Equal shapes and dtypes share one object."""
+    """Return the tensors in storage order, each entry checked on its own.
+
+    Tensors with equal shapes and dtypes share one object for them.
+    """
     tensors = []
     shared: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}
     for name, entry in fields.items():
@@ -225,7 +232,7 @@ def _place(tensor: HeaderTensor) -> tuple[int, int]:
 
 
 def _checked_bytes(name: str, dtype: str, shape: tuple[int, ...], path: Path) -> int:
-    """Bytes of a tensor, HeaderError for an unknown dtype and for numbers beyond 63 bits."""
+    """Return the bytes of a tensor. Raises HeaderError for an unknown dtype and for numbers beyond 63 bits."""
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
         raise HeaderError(
@@ -238,7 +245,7 @@ def _checked_bytes(name: str, dtype: str, shape: tuple[int, ...], path: Path) ->
     for size in shape:
         if size < 0:
             raise HeaderError(f"negative size in shape {shown(shape)}", path=path, tensor=name, advice=_REFETCH)
-        # A zero does not excuse the other sizes: another reader may multiply in another order.
+        # A size of zero counts as one: another reader may multiply the others first, and overflow.
         elements *= max(size, 1)
         if elements * bits > _COUNT_MAX:
             raise HeaderError(
@@ -251,7 +258,7 @@ def _checked_bytes(name: str, dtype: str, shape: tuple[int, ...], path: Path) ->
 
 
 def _entry_error(name: str, entry: Any, path: Path) -> K3Error:
-    """What is wrong with an entry that does not have the three right fields of the right types."""
+    """Return the error for an entry that does not have exactly the three fields, each of its type."""
     if type(entry) is not dict:
         problem = "its entry is not an object"
     elif missing := sorted(_ENTRY_KEYS - entry.keys()):
@@ -280,7 +287,7 @@ def _offsets_error(
 
 
 def _check_cover(tensors: tuple[HeaderTensor, ...], header_bytes: int, file_bytes: int, path: Path) -> None:
-    """Every byte of the data section belongs to exactly one tensor, and the file holds them all."""
+    """Check that each byte of the data section belongs to one tensor, and that the file holds all of them."""
     cursor = header_bytes
     before = ""
     cut: HeaderTensor | None = None

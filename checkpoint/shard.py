@@ -13,7 +13,7 @@ from pathlib import Path
 class Shard:
     """One safetensors file of a snapshot.
 
-    `path` is where the snapshot names it, links not resolved. `header_bytes` is where the data section starts.
+    `path` is in the snapshot's directory, with links not resolved. The data section starts at `header_bytes`.
     `blob_sha256` is the SHA-256 that the file is published under, None when its downloader left no record of it.
     """
 
@@ -26,7 +26,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """One tensor of a snapshot. `shard` counts in `Snapshot.shards`, `offset` from the start of that file."""
+    """One tensor of a snapshot.
+
+    `shard` is an index into `Snapshot.shards`; `offset` counts from the start of that file.
+    """
 
     name: str
     dtype: str
@@ -37,5 +40,5 @@ class SourceTensor:
 
     @property
     def end(self) -> int:
-        """First offset after the tensor."""
+        """The first offset after the tensor."""
         return self.offset + self.nbytes

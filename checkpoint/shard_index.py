@@ -1,10 +1,10 @@
-"""model.safetensors.index.json: which shard holds which tensor.
+"""model.safetensors.index.json: the map from every tensor to its shard.
 
-The index is untrusted: its file names become paths, so they are checked to be plain names first. It is large
-(60 MB and 497,220 names for K3), so equal file names share one string, and callers drop it when they have
-compared it with the shards.
+The index is untrusted: its file names become paths, so they are first checked to be plain names. It is large (60
+MB and 497,220 names for K3), so equal file names share one string, and callers drop it after they have compared it
+with the shards.
 
-Reads one file; the result is a plain value owned by the caller.
+Pure; the result is a plain value owned by the caller.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _REFETCH = "Fetch the index again"
 
 @dataclass(slots=True)
 class ShardIndex:
-    """A checked index. `weight_map` is tensor name -> shard file name; it may be emptied by its owner.
+    """A checked index. `weight_map` maps tensor names to shard file names; its owner may empty it.
 
-    `total_bytes` is what the index says the tensors add up to, None where it says nothing usable.
+    `total_bytes` is the tensors' total size by the index, None where it has no usable one.
     """
 
     path: Path
@@ -36,12 +36,15 @@ class ShardIndex:
     total_bytes: int | None
 
     def shard_names(self) -> list[str]:
-        """The shards, each once, by name."""
+        """Return the names of the shards, sorted and each once."""
         return sorted(set(self.weight_map.values()))
 
 
 def parse_index(data: bytes, path: Path) -> ShardIndex:
-    """Check the bytes of an index. IndexFileError when they are no JSON, or name no plain files."""
+    """Return the index, checked.
+
+    Raises IndexFileError for bytes that are not JSON and names that are not plain.
+    """
     fields = parse_object(data, what="the index", path=path, error=IndexFileError, advice=_REFETCH)
     weight_map = fields.get("weight_map")
     if type(weight_map) is not dict:

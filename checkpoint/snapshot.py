@@ -1,8 +1,8 @@
-"""A raw Hugging Face snapshot, checked as a whole before one byte of it is used.
+"""A raw Hugging Face snapshot, checked as a whole before any of its weights is used.
 
-`Snapshot.open` reads every header once and proves that config.json, index and shards tell the same story:
-no shard missing or cut, no tensor named twice or not at all, every expert complete. What it returns fulfils
-`ModelSource`, so an engine can run from it and the repacker can plan from it. No descriptor stays open.
+`Snapshot.open` reads every header once and proves that config.json, index and shards agree: no shard is missing or
+truncated, no tensor is missing or there twice, every expert is complete. The result fulfils `ModelSource`, so an
+engine can run from it and the repacker can plan from it. No descriptor stays open.
 
 A `Snapshot` is immutable after `open`; its methods may be called from any thread.
 """
@@ -51,11 +51,11 @@ from k3.model.tensor_recipe import (
 )
 
 SAMPLE_BYTES = 4096
-"""What `identity` takes from the middle and from the end of each shard."""
+"""Bytes that `identity` samples in the middle, and as many at the end, of each shard."""
 
 
 class Snapshot:
-    """A snapshot over one or several directories. Made by `open` only."""
+    """A snapshot in one or several directories. Create it with `open`."""
 
     has_extents = True
 
@@ -83,11 +83,11 @@ class Snapshot:
         recipe: Recipe | None = None,
         layers: Sequence[int] | None = None,
     ) -> Snapshot:
-        """Open and check the snapshot whose files lie in `directories`.
+        """Open and check the snapshot whose files are in `directories`.
 
-        `recipe` says how `read_tensor` stores dense tensors (None: as they are). `layers` restricts the
-        snapshot to some decoder layers and everything outside of layers; shards that hold nothing of it need
-        not be there. Raises a SourceError of the fitting kind for whatever is not sound, DriveError when the
+        `recipe` decides the encoding in which `read_tensor` returns dense tensors (None: as they are). `layers`
+        restricts the snapshot to some decoder layers and everything outside of layers; shards that hold none of it
+        need not be there. Raises the SourceError of the fitting kind for anything invalid, DriveError when the
         operating system refuses.
         """
         for directory in directories:
@@ -104,51 +104,51 @@ class Snapshot:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Where the files lie: absolute, cache folders replaced by their revision, links as they are."""
+        """The directories of the files: absolute, cache folders replaced by their revision, links not resolved."""
         return self._files.directories
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards by name; `SourceTensor.shard` counts in them."""
+        """The shards, sorted by name; `SourceTensor.shard` is an index into them."""
         return self._shard_tuple
 
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
-        """Every tensor by name, experts and vision too. Expert tensors are made when asked for."""
+        """Every tensor by name, also of experts and vision. Tensors of experts are created on request."""
         return self._tensors
 
     def shard_tensors(self, shard: int) -> list[SourceTensor]:
-        """The tensors of one shard (by position in `shards`) in storage order."""
+        """Return the tensors of one shard, given its index in `shards`, in storage order."""
         return self._tensors.in_shard(shard)
 
     @property
     def config_path(self) -> Path:
-        """The config.json that was read."""
+        """The path of the config.json that was read."""
         return self._files.config_path
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The text model's configuration, flat and in one spelling (see `modelconfig.text_config`)."""
+        """The text model's configuration, flat and with one name for each key (see `model_config.text_config`)."""
         return MappingProxyType(self._text)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is odd but not wrong, one sentence each."""
+        """Oddities that are no errors, one sentence each."""
         return tuple(self._files.warnings)
 
     @property
     def recipe(self) -> Recipe | None:
-        """How dense tensors are stored by `read_tensor`."""
+        """The recipe by which `read_tensor` stores dense tensors, or None."""
         return self._recipe
 
     @property
     def vision(self) -> tuple[str, ...]:
-        """Tensors of the vision tower and the projector, by name."""
+        """Names of the tensors of the vision tower and the projector, sorted."""
         return self._vision
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Dense text tensors that K3 does not have; they are read as they are."""
+        """Names of dense text tensors that K3 does not have; they are read as they are."""
         return tuple(name for name in self._dense if not is_known(name))
 
     # --- ModelSource ---
@@ -157,10 +157,10 @@ class Snapshot:
     def identity(self) -> ModelIdentity:
         """Digests of the weights, of the configuration and of the vocabulary.
 
-        The weights' is of recipe, headers, sizes, published digests and a few sampled bytes per shard. Equal for
-        the same files in other directories (a download cache, which knows the published digests, and a plain copy
-        of it differ); differs for other weights of the same shape, unless they agree in all samples. No proof of
-        the bytes: that is the digests of a container.
+        That of the weights covers recipe, headers, sizes, published digests and a few sampled bytes of each shard.
+        It is equal for the same files in other directories, except that a download cache, which knows the
+        published digests, and a plain copy of it differ. It differs for other weights of the same shape, unless
+        all samples are equal. It proves no other bytes; the digests of a container do.
         """
         texts = {name: data for name in TEXT_FILES if (data := self.text_bytes(name)) is not None}
         return ModelIdentity(
@@ -171,47 +171,53 @@ class Snapshot:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """config.json as parsed, untouched."""
+        """The content of config.json as parsed."""
         return MappingProxyType(self._files.config)
 
     def files(self) -> Iterator[Path]:
-        """Every shard."""
+        """Yield the path of every shard."""
         for shard in self._shards:
             yield shard.path
 
     def text_file(self, name: str) -> Path | None:
-        """Path of a small file that came with the model, or None."""
+        """Return the path of a small file of the model, or None. Raises SourceError for a link that dangles."""
         return self._files.text_file(name)
 
     def text_bytes(self, name: str) -> bytes | None:
-        """The bytes of a small file, read once and compared with what its downloader recorded; None without it."""
+        """Return the bytes of a small file, None without it.
+
+        They are read once, and compared with the downloader's record.
+        """
         return self._files.text_bytes(name)
 
     def small_file(self, path: Path) -> bytes:
-        """The bytes of a small file in one of the directories, as `text_bytes` gives them."""
+        """Return the bytes of a small file in one of the directories, checked and kept as by `text_bytes`."""
         return self._files.small_file(path)
 
     def tensor_names(self) -> Sequence[str]:
-        """Dense tensors in execution order, vision and experts excluded."""
+        """Return the dense tensors in execution order, without vision and experts."""
         return self._dense
 
     def dense(self, name: str) -> DenseInfo:
-        """Return what headers and recipe say of a dense tensor. KeyError when there is none of this name."""
+        """Return form and memory of a dense tensor, by headers and recipe. Raises KeyError when there is none."""
         tensor, encoding = self._plain[name], self.encoding(name)
         stored_bytes = bytes_of(encoding, tensor.dtype, tensor.shape)
         return DenseInfo(tensor.dtype, tensor.shape, encoding, stored_bytes, stored_bytes, 0)
 
     def encoding(self, name: str) -> Encoding:
-        """How `read_tensor` stores a dense tensor. KeyError when there is none of this name."""
+        """Return the encoding in which `read_tensor` returns a dense tensor.
+
+        Raises KeyError when there is none.
+        """
         tensor = self._plain[name]
         if self._recipe is None:
             return Encoding.RAW
         return self._recipe.encoding(name, tensor.dtype, tensor.shape, layer_of(name) in self._mla)
 
     def read_tensor(self, name: str) -> EncodedTensor:
-        """One dense (or vision) tensor, quantized by the recipe exactly as the repacker does.
+        """Read one dense (or vision) tensor, and quantize it by the recipe exactly as the repacker does.
 
-        KeyError when there is none of this name; QuantizeError for a weight that is not finite, ShardError
+        Raises KeyError when there is none of this name, QuantizeError for a weight that is not finite, ShardError
         when the file has become shorter, DriveError when a read fails.
         """
         tensor = self._plain[name]
@@ -224,39 +230,42 @@ class Snapshot:
         on_read: Callable[[str], None] = lambda name: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> ReadAhead:
-        """Begin to read and quantize dense tensors, a few ahead of those that are taken."""
+        """Start to read and quantize dense tensors, a few ahead of those that are taken."""
         return ReadAhead(self.read_tensor, names, on_read=on_read, on_end=on_end)
 
     def loading_bytes(self, names: Sequence[str]) -> int:
-        """Return the bytes of the largest tensors that can be read at once, as the shards hold them."""
+        """Return the stored bytes of the largest tensors that can be read at the same time."""
         return sum(sorted(self._plain[name].nbytes for name in names)[-READ_AHEAD:])
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
     def expert_layers(self) -> Sequence[int]:
-        """0-based layers that have routed experts, ascending."""
+        """Return the 0-based layers that have routed experts, ascending."""
         return tuple(self._experts)
 
     def expert_count(self, layer: int) -> int:
-        """Number of routed experts of a layer; ids run from 0. KeyError for a layer without experts."""
+        """Return the number of routed experts of a layer; ids run from 0.
+
+        Raises KeyError for a layer without experts.
+        """
         return self._experts[layer].count
 
     def expert_layout(self, layer: int) -> ExpertLayout:
-        """How the payload of the layer's experts is built: parts by name. KeyError as above."""
+        """Return the parts of an expert's payload, sorted by name. Raises KeyError for a layer without experts."""
         return self._experts[layer].layout
 
     def expert_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
-        """Where an expert lies: one extent per contiguous run of its parts in payload order.
+        """Return an expert's extents in payload order, with adjacent parts in one extent.
 
-        ExpertError for an id that the layer does not have, KeyError for a layer without experts.
+        Raises ExpertError for an id that the layer does not have, KeyError for a layer without experts.
         """
         return self._experts[layer].extents(expert, self._shards)
 
     # --- opening ---
 
     def _read_shards(self) -> None:
-        """Read every header once; compare with the index; sort the tensors."""
+        """Read every header once, compare the shards with the index, and sort the tensors by kind."""
         census = ExpertCensus(self._shards)
         dense: list[str] = []
         vision: list[str] = []
@@ -294,7 +303,7 @@ class Snapshot:
         self._mla = mla_layers(dense)
 
     def _read_shard(self, file: RegularFile) -> Header:
-        """Enter one shard, and what identifies it."""
+        """Read the header of one shard, and add the shard to the list and to the digest of the weights."""
         raw, header = read_header(file)
         record = published_digest(file.path)
         published = None if record is None else record.sha256
@@ -315,7 +324,7 @@ class Snapshot:
         return layer is None or layer in self._layers
 
     def _check(self) -> None:
-        """Compare with config.json what only the whole snapshot shows."""
+        """Check the whole snapshot against config.json."""
         config, path = self._text, self._files.config_path
         twice = checks.same_tensor_twice(self._dense)
         if twice is not None:

@@ -1,4 +1,4 @@
-"""What must hold between config.json and the tensors of a snapshot, each as one small check.
+"""Checks of a snapshot's tensors against config.json, one function each.
 
 Functions without state, called while a snapshot is opened, by one thread.
 """
@@ -16,13 +16,16 @@ from k3.checkpoint.shard import SourceTensor
 from k3.model.tensor_recipe import canonical_name, is_matrix, is_quantizable
 
 COUNT_MAX = 1 << 20
-"""No model has more layers or experts; a larger number is a damaged config.json."""
+"""Largest number of layers or experts that is accepted; a larger one is a damaged config.json."""
 
 _READ_BYTES = 1 << 20
 
 
 def count(config: Mapping[str, Any], key: str, path: Path) -> int | None:
-    """A count from the text model's configuration, None where it has none. ConfigError when it is no count."""
+    """Return a count of the text model's configuration, None where it has none.
+
+    Raises ConfigError for a value that is not a whole number from 0 to COUNT_MAX.
+    """
     value = config.get(key)
     if value is None:
         return None
@@ -32,9 +35,9 @@ def count(config: Mapping[str, Any], key: str, path: Path) -> int | None:
 
 
 def check_padding(file: RegularFile, tensor: SourceTensor, config: Mapping[str, Any]) -> None:
-    """A_log has one number per head and may be longer, but only by zeros.
+    """Check that A_log has one number per head, and only zeros after them.
 
-    SourceError when it is shorter, or when what follows the heads' numbers is not zero.
+    Raises SourceError when it is shorter, or when its padding is not zero.
     """
     if not tensor.name.endswith(".self_attn.A_log") or len(tensor.shape) != 1:
         return
@@ -66,9 +69,10 @@ def check_padding(file: RegularFile, tensor: SourceTensor, config: Mapping[str, 
 def check_layers(
     present: Collection[int], chosen: Collection[int] | None, config: Mapping[str, Any], path: Path
 ) -> Iterator[str]:
-    """Every layer that config.json promises, or the caller chose, has tensors. SourceError otherwise.
+    """Check that every layer that config.json names, or the caller chose, has tensors.
 
-    Yields a warning when there are layers that config.json does not know.
+    Yields a warning when there are layers beyond config.json's number. Raises SourceError for a layer without
+    tensors.
     """
     promised = count(config, "num_hidden_layers", path)
     expected = range(promised or 0) if chosen is None else chosen
@@ -89,7 +93,7 @@ def check_layers(
 def check_expert_layers(
     present: Collection[int], with_experts: Collection[int], config: Mapping[str, Any], path: Path
 ) -> None:
-    """Every layer that should have routed experts, by config.json, has some. ExpertError otherwise."""
+    """Raise ExpertError for a layer that has no routed experts although config.json says that it has some."""
     experts = count(config, "num_experts", path)
     first, every = count(config, "first_k_dense_replace", path), count(config, "moe_layer_freq", path)
     if not experts or first is None or not every:
@@ -105,7 +109,7 @@ def check_expert_layers(
 
 
 def same_tensor_twice(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names of one dense tensor (with and without prefix), None when there are no such two."""
+    """Return two names of one dense tensor (with and without prefix), None when there are no such two."""
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault(canonical_name(name), name)
@@ -115,7 +119,7 @@ def same_tensor_twice(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def odd_matrices(tensors: Iterable[SourceTensor]) -> Iterator[str]:
-    """A warning for each known matrix that no recipe can change, so that it keeps its bytes."""
+    """Yield a warning for each known matrix that no recipe can change, so that it keeps its bytes."""
     for tensor in tensors:
         if is_matrix(tensor.name) and not is_quantizable(tensor.name, tensor.dtype, tensor.shape):
             yield f"{tensor.name} is {tensor.dtype} {tensor.shape} and is kept as it is"

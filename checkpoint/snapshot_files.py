@@ -1,9 +1,9 @@
-"""Which files a snapshot consists of, when it may be spread over several directories.
+"""The files of a snapshot, which may be spread over several directories.
 
-config.json and the index decide; what else lies in the directories is not read. A file that is found twice
-must be the same twice. Sub-folders are not looked into.
+config.json and the index name them; other files in the directories are not read. A file that is found twice must
+have the same content twice. Subdirectories are not searched.
 
-Reads directories, config.json and the index; for one thread.
+Reads directories, config.json, the index and small files; for one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ONE_COPY = "Keep one of them, or make them equal"
 
 @dataclass(slots=True)
 class SnapshotFiles:
-    """The files found. `warnings` grows while a snapshot is opened."""
+    """The files that were found. `warnings` grows while a snapshot is opened."""
 
     directories: tuple[Path, ...]
     config_path: Path
@@ -41,9 +41,9 @@ class SnapshotFiles:
 
     @classmethod
     def find(cls, directories: Sequence[Path]) -> SnapshotFiles:
-        """Find config.json and the index in `directories` (cache folders allowed).
+        """Return config.json and the index found in `directories` (cache folders allowed).
 
-        Raises SourceError, ConfigError or IndexFileError; DriveError when the system refuses.
+        Raises SourceError, ConfigError or IndexFileError, and DriveError when the system refuses.
         """
         if not directories:
             raise SourceError("no directory given", advice="Name the directory of the snapshot")
@@ -64,9 +64,9 @@ class SnapshotFiles:
         return cls(unique, config_path, config, index, download_notes(unique), {config_path: data})
 
     def indexed_shards(self, index: ShardIndex, needed: Sequence[str]) -> list[Path]:
-        """The path of every shard in `needed`, in that order; says in `warnings` what else lies beside them.
+        """Return the path of every shard in `needed`, in that order. Adds a warning for each other shard.
 
-        ShardError when one is missing, no file, or found twice with different sizes.
+        Raises ShardError when one is missing, not a regular file, or found twice with different sizes.
         """
         paths = [self._shard(name, index) for name in needed]
         present = self._safetensors()
@@ -75,9 +75,9 @@ class SnapshotFiles:
         return paths
 
     def single_shard(self) -> Path:
-        """The one shard of a snapshot without index.
+        """Return the one shard of a snapshot without index.
 
-        IndexFileError when there are shards that need one, ShardError when there is none at all.
+        Raises IndexFileError when there are shards that need one, ShardError when there is none at all.
         """
         present = self._safetensors()
         if set(present) == {SINGLE_NAME}:
@@ -96,7 +96,10 @@ class SnapshotFiles:
         )
 
     def text_file(self, name: str) -> Path | None:
-        """The first file called `name` in the directories, None when there is none. SourceError if it dangles."""
+        """Return the first file called `name` in the directories, None without one.
+
+        Raises SourceError for a dangling link.
+        """
         for directory in self.directories:
             if is_named(directory / name):
                 regular_size(directory / name, SourceError)
@@ -104,22 +107,22 @@ class SnapshotFiles:
         return None
 
     def text_bytes(self, name: str) -> bytes | None:
-        """The bytes of the first small file called `name`, None when there is none.
+        """Return the bytes of the first small file called `name`, None without one.
 
-        They are read once and then kept, so that everybody is given the same. SourceError for what is no file, too
-        large, unfinished, or not the bytes that its downloader recorded.
+        They are read once and kept, so that every caller gets the same. Raises SourceError for a file that is not
+        regular, too large, unfinished, or different from the downloader's record.
         """
         path = self.text_file(name)
         return None if path is None else self.small_file(path)
 
     def small_file(self, path: Path) -> bytes:
-        """The bytes of a small file of the snapshot, as `text_bytes` gives them."""
+        """Return the bytes of a small file of the snapshot, checked and kept as by `text_bytes`."""
         if path not in self._texts:
             self._texts[path] = _proven(path, SMALL_FILE_BYTES_MAX, SourceError)
         return self._texts[path]
 
     def _safetensors(self) -> dict[str, Path]:
-        """Every *.safetensors file in the directories, the first of each name."""
+        """Return every *.safetensors file in the directories, the first of each name."""
         found: dict[str, Path] = {}
         for directory in self.directories:
             for name, is_directory in list_directory(directory):
@@ -168,7 +171,7 @@ def _missing(name: str, directories: Sequence[Path], index: ShardIndex | None) -
 
 
 def _proven(path: Path, max_bytes: int, error: type[K3Error]) -> bytes:
-    """A small file's bytes, compared with what its downloader recorded."""
+    """Return a small file's bytes, compared with the downloader's record."""
     refuse_holes(path, error)
     data = read_small_file(path, max_bytes, error)
     published = published_digest(path)
@@ -178,7 +181,7 @@ def _proven(path: Path, max_bytes: int, error: type[K3Error]) -> bytes:
 
 
 def _one_file(directories: Sequence[Path], name: str, max_bytes: int, error: type[K3Error]) -> Path | None:
-    """The file `name` of the first directory that has it; every other copy must have the same bytes."""
+    """Return the file `name` of the first directory that has it. Raises `error` for a copy with other bytes."""
     found = [directory / name for directory in directories if is_named(directory / name)]
     for other in found[1:]:
         if not _equal(found[0], other, max_bytes, error):

@@ -1,7 +1,7 @@
-"""One dense tensor from a shard into memory, in the encoding that was asked for.
+"""Reads one dense tensor from a shard into memory, in a given encoding.
 
-Quantization is the one definition in `k3.kernels`; rows are independent of each other, so a large matrix is
-read and quantized a block of rows at a time and gives the same bytes as all at once.
+Quantization is the one definition in `k3.kernels`. Rows are independent of each other, so a large matrix is read
+and quantized some rows at a time, and gives the same bytes as in one step.
 
 Functions open and close the file themselves and may be called from any thread.
 """
@@ -30,8 +30,9 @@ BLOCK_BYTES = 32 << 20
 def read_tensor(path: Path, tensor: SourceTensor, encoding: Encoding) -> EncodedTensor:
     """Read `tensor` from `path` as `encoding`.
 
-    Every encoding but RAW needs two dimensions and BF16, F16 or F32 (UnsupportedError). QuantizeError names the
-    first weight that is not finite; ShardError and DriveError when the bytes cannot be read.
+    Raises UnsupportedError for an encoding other than RAW unless the tensor has two axes and is BF16, F16 or F32;
+    QuantizeError naming the first weight that is not finite; ShardError and DriveError when the bytes cannot be
+    read.
     """
     with RegularFile(path) as file:
         if encoding is Encoding.RAW:

@@ -1,4 +1,4 @@
-"""All tensors of a snapshot by name: the dense ones as objects, the experts' made from their tables.
+"""All tensors of a snapshot by name: dense ones as objects, those of experts created from their tables.
 
 Immutable after the snapshot is open; safe to use from any thread.
 """
@@ -13,7 +13,7 @@ from k3.model.keys import parse_expert_name
 
 
 class TensorTable(Mapping[str, SourceTensor]):
-    """Tensor name -> SourceTensor. Iterates dense and vision tensors first, then experts layer by layer."""
+    """A map from tensor name to SourceTensor. Iterates dense and vision tensors first, then experts by layer."""
 
     def __init__(self, plain: Mapping[str, SourceTensor], experts: Mapping[int, ExpertTable]) -> None:
         self._plain = plain
@@ -34,7 +34,7 @@ class TensorTable(Mapping[str, SourceTensor]):
         return len(self._plain) + sum(table.offsets.size for table in self._experts.values())
 
     def in_shard(self, shard: int) -> list[SourceTensor]:
-        """The tensors of one shard in storage order."""
+        """Return the tensors of one shard in storage order."""
         found = [tensor for tensor in self._plain.values() if tensor.shard == shard]
         for table in self._experts.values():
             found.extend(table.in_shard(shard))
@@ -47,5 +47,5 @@ class TensorTable(Mapping[str, SourceTensor]):
         if parsed is None or table is None:
             return None
         tensor = table.find(parsed)
-        # A number can be written in more than one way; only one of them is a name in the snapshot.
+        # A number with leading zeros parses too, but is not a name in the snapshot.
         return tensor if tensor is not None and tensor.name == name else None
