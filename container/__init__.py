@@ -1,4 +1,4 @@
-"""The container format: layout, manifest, catalog, dense blob; a `Container` is a `ModelSource`.
+"""The container format: layout, manifest, catalog, dense blob. A `Container` is a `ModelSource`.
 
-Sees `checkpoint`, `model` and `base`. The format is specified in docs/container.md.
+Imports `checkpoint`, `model` and `base`. The format is specified in docs/container.md.
 """

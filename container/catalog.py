@@ -1,7 +1,7 @@
 """catalog.mdb: every extent and digest of a container. Written once, in key order; read into memory.
 
-`docs/container.md` section 4 is the specification. LMDB writes the file and never opens one that comes from
-somewhere else: `page_tree` reads it, and `catalog_record` holds every record to the format.
+`docs/container.md` section 4 is the specification. LMDB writes the file, but never opens one that another program
+may have written: `page_tree` reads it, and `catalog_record` checks every record against the format.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SPARE_BYTES = 1 << 20
 _RESTORE = "Restore it from a copy, or repack"
 
 CATALOG_BYTES_MAX = 1 << 30
-"""No catalog is larger: the content of one for a hundred times K3's experts. It is read into memory."""
+"""Largest catalog that is accepted, since it is read into memory: room for a hundred times K3's experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class CatalogTensor:
 
 @dataclass(frozen=True, slots=True)
 class CatalogLayer:
-    """The expert layout of one layer."""
+    """The number and the layout of the experts of one layer."""
 
     layer: int
     experts: int
@@ -58,7 +58,10 @@ class CatalogLayer:
 
 
 def expert_layout(block: str, parts: Iterable[tuple[str, str, tuple[int, ...]]]) -> ExpertLayout:
-    """An ExpertLayout from (name, dtype, shape) in payload order: offsets follow from the sizes."""
+    """Return the layout of parts given as (name, dtype, shape) in payload order.
+
+    Offsets follow from the sizes. Raises KeyError for an unknown dtype.
+    """
     built = []
     offset = 0
     for name, dtype, shape in parts:
@@ -80,8 +83,8 @@ def write_catalog(
     """Write a new catalog at `path` in one transaction and make it durable.
 
     `experts` are (layer, expert, packed records) in ascending order; `expected_bytes` is an upper bound of all
-    keys and values, from which the map is sized. Equal input gives an equal file. SpaceError or DriveError when
-    the drive does not take it.
+    keys and values, from which the size of the map follows. Equal input gives an equal file. Raises SpaceError or
+    DriveError when the drive refuses.
     """
     try:
         _write_catalog(path, files, layers, experts, tensors, _map_bytes(expected_bytes))
@@ -131,13 +134,13 @@ def _write_catalog(
 
 
 def lmdb_error(problem: str, error: lmdb.Error, path: Path) -> K3Error:
-    """The typed error for what LMDB could not do with a file; a full drive gets its own class."""
+    """Return the typed error for a failure of LMDB: SpaceError for a full drive, DamageError without an errno."""
     number = getattr(error, "code", None)
-    if number is None:  # py-lmdb before 1.6 tells the number in words only
+    if number is None:  # py-lmdb before 1.6 gives the errno as text only
         number = next((n for n in sorted(errno.errorcode) if str(error).endswith(f": {os.strerror(n)}")), None)
     if isinstance(number, int) and number > 0:
         if number == errno.EIO and _is_full(path):
-            number = errno.ENOSPC  # LMDB says EIO when a write came out short
+            number = errno.ENOSPC  # LMDB reports a short write as EIO
         return drive_error(problem, OSError(number, os.strerror(number)), path, operation=Operation.MAP)
     return DamageError(f"{problem}: {error}", path=path, advice=_RESTORE)
 
@@ -168,18 +171,22 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _map_bytes(content_bytes: int) -> int:
-    """Address space for a tree of this content: pages half full at worst, plus room for the small databases."""
+    """Return the size of the map for a tree of this content.
+
+    At worst its pages are half full; the small databases need a little more.
+    """
     return -(-(content_bytes * 3 + _SPARE_BYTES) // 4096) * 4096
 
 
 class CatalogReader:
-    """A catalog, read into memory once; what becomes of the file afterwards does not matter. Any thread.
+    """A catalog, read into memory once, so that later changes of the file have no effect. Any thread.
 
-    DamageError for a file that is no catalog, and from every method for a record that is not what the format has.
+    Raises DamageError for a file that is not a catalog; so does every method for a record that is not as the
+    format says.
     """
 
     def __init__(self, path: Path, data: bytes | None = None) -> None:
-        """Read `path`, or take `data` as its content when somebody has read it already."""
+        """Read `path`, or use `data` as its content if the caller has read it already."""
         self.path = path
         if data is None:
             data = read_small_file(path, CATALOG_BYTES_MAX, DamageError, _RESTORE)
@@ -196,11 +203,11 @@ class CatalogReader:
             self._databases[name] = database
 
     def close(self) -> None:
-        """Let go of the content; nothing can be looked up afterwards. A second call does nothing."""
+        """Drop the content; nothing can be looked up afterwards. A second call does nothing."""
         self._databases = {}
 
     def files(self) -> list[DataFile]:
-        """All data files in number order."""
+        """Return all data files in the order of their numbers."""
         found: list[DataFile] = []
         for number, record in self._numbered(b"files"):
             if number != len(found):
@@ -214,7 +221,7 @@ class CatalogReader:
         return found
 
     def layers(self) -> dict[int, CatalogLayer]:
-        """Every expert layer's layout, ascending."""
+        """Return the expert layout of every layer that has experts, ascending."""
         found = {}
         for layer, record in self._numbered(b"layers"):
             listed = record.list("parts")
@@ -224,7 +231,7 @@ class CatalogReader:
         return found
 
     def tensors(self) -> list[CatalogTensor]:
-        """Every dense tensor in execution order."""
+        """Return every dense tensor in execution order."""
         found: list[CatalogTensor] = []
         for position, record in self._numbered(b"tensors"):
             if position != len(found):
@@ -242,12 +249,12 @@ class CatalogReader:
         return found
 
     def expert(self, layer: int, expert: int) -> list[CatalogExtent] | None:
-        """An expert's extents in payload order, None when the catalog has no such expert."""
+        """Return an expert's extents in payload order, None when the catalog has no such expert."""
         value = self._databases[b"experts"].get(EXPERT_KEY.pack(layer, expert))
         return None if value is None else self._unpack(value, layer, expert)
 
     def experts(self) -> Iterator[tuple[int, int, list[CatalogExtent]]]:
-        """Every expert in (layer, id) order, proven to be what `expert` gives for it."""
+        """Yield (layer, id, extents) of every expert in that order; each is the one that `expert` finds."""
         for key, value in self._databases[b"experts"].items():
             if len(key) != EXPERT_KEY.size:
                 raise DamageError(f"catalog has a key of {len(key)} bytes among the experts", path=self.path)
@@ -264,7 +271,7 @@ class CatalogReader:
         return extents
 
     def _numbered(self, database: bytes) -> Iterator[tuple[int, CatalogRecord]]:
-        """The records of a database whose keys are numbers."""
+        """Yield the number and the record of every entry of a database whose keys are numbers."""
         for key, value in self._databases[database].items():
             what = f"catalog record {key.hex()[:80]} of {database.decode()}"
             if len(key) != NUMBER_KEY.size:

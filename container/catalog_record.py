@@ -1,6 +1,6 @@
-"""The JSON records of a catalog, field by field: each of the type, the range and the form that the format has.
+"""The JSON records of a catalog; every field is checked for the type, range and form of the format.
 
-A catalog's digest says that its bytes are those that somebody wrote, not that they make sense. Immutable; pure.
+A catalog's digest proves that its bytes are those that were written, not that they are valid. Immutable; pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OFFSET_MAX = (1 << 63) - 1
 """The largest offset that a file can have on Linux."""
 
 NUMBER_MAX = (1 << 32) - 1
-"""The largest number of a root or a file: those in expert records have 32 bits."""
+"""The largest number of a root or a file: expert records store it in 32 bits."""
 
 DIMENSIONS_MAX = 8
 
@@ -33,7 +33,7 @@ _RESTORE = "Restore the catalog from a copy, or repack"
 
 @dataclass(frozen=True, slots=True)
 class CatalogExtent:
-    """An extent as catalogued: `file` is a number, resolved by the reader."""
+    """An extent as catalogued; `file` is the number of a data file, which the reader resolves."""
 
     file: int
     offset: int
@@ -42,7 +42,7 @@ class CatalogExtent:
     digest: bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The extent inside a `tensors` record."""
+        """Return the extent as an object of a `tensors` record."""
         return {
             "file": self.file, "offset": self.offset, "payload": self.payload_bytes,
             "stored": self.stored_bytes, "digest": self.digest.hex(),
@@ -51,7 +51,10 @@ class CatalogExtent:
 
 @dataclass(frozen=True, slots=True)
 class CatalogRecord:
-    """One JSON object of a catalog. Every method gives a field, or raises DamageError naming the record and it."""
+    """One JSON object of a catalog.
+
+    Every method named for a type returns a field, or raises DamageError naming the record and the field.
+    """
 
     fields: Mapping[str, Any]
     what: str
@@ -59,45 +62,45 @@ class CatalogRecord:
 
     @staticmethod
     def parse(value: bytes, what: str, path: Path) -> CatalogRecord:
-        """The record in `value`; `what` names it in messages."""
+        """Return the record in `value`; `what` names it in messages. Raises DamageError when it is not JSON."""
         return CatalogRecord(
             parse_object(value, what=what, path=path, error=DamageError, advice=_RESTORE), what, path
         )
 
     def refuse(self, problem: str) -> DamageError:
-        """The error for this record."""
+        """Return the error for this record; `problem` continues its name."""
         return DamageError(f"{self.what} {problem}", path=self.path, advice=_RESTORE)
 
     def number(self, key: str, largest: int = OFFSET_MAX) -> int:
-        """A whole number from 0 to `largest`."""
+        """Return a whole number from 0 to `largest`."""
         value = self._get(key)
         if type(value) is not int or not 0 <= value <= largest:
             raise self._odd(key, value)
         return value
 
     def name(self, key: str) -> str:
-        """A name of printable characters."""
+        """Return a name of printable characters."""
         value = self._get(key)
         if type(value) is not str or not is_plain(value):
             raise self._odd(key, value)
         return value
 
     def dtype(self, key: str) -> str:
-        """The name of a number format that the project knows."""
+        """Return the name of a known dtype."""
         value = self.name(key)
         if value not in DTYPE_BITS:
             raise self._odd(key, value)
         return value
 
     def encoding(self, key: str) -> Encoding:
-        """How a dense tensor is stored."""
+        """Return the encoding of a dense tensor."""
         value = self.name(key)
         if value not in {encoding.value for encoding in Encoding}:
             raise self._odd(key, value)
         return Encoding(value)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Dimensions, whose product is a possible number of elements."""
+        """Return a shape of at most DIMENSIONS_MAX axes, and of no more elements than a file can hold."""
         value = self._get(key)
         if type(value) is not list or len(value) > DIMENSIONS_MAX:
             raise self._odd(key, value)
@@ -108,14 +111,14 @@ class CatalogRecord:
         return tuple(value)
 
     def list(self, key: str) -> list[CatalogRecord]:
-        """Records inside this one."""
+        """Return the records in a list."""
         value = self._get(key)
         if type(value) is not list or any(type(item) is not dict for item in value):
             raise self._odd(key, value)
         return [CatalogRecord(item, f"{self.what}: {key}", self.path) for item in value]
 
     def extent(self, key: str) -> CatalogExtent:
-        """A run of bytes in a file, with its digest."""
+        """Return an extent with its digest."""
         value = self._get(key)
         if type(value) is not dict:
             raise self._odd(key, value)
@@ -132,7 +135,7 @@ class CatalogRecord:
         )
 
     def optional(self, key: str, get: Callable[[str], _T]) -> _T | None:
-        """A field that may be null, else as `get` has it."""
+        """Return None for a field that is null, else the result of `get` for it."""
         return None if self._get(key) is None else get(key)
 
     def _get(self, key: str) -> Any:

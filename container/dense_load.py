@@ -1,19 +1,19 @@
-"""`DenseLoad`: the dense tensors of a container on their way into memory, each usable as soon as it is there.
+"""`DenseLoad`: dense tensors of a container, read in the background; each can be used as soon as it is checked.
 
-One region of huge pages holds them all. Reading threads fill it read by read in the order of use, past the page
-cache and straight to its place; one thread makes pages present ahead of them, since a direct read into untouched
-memory faults them in one by one; one thread follows and compares every extent with its digest. Only then is a
-tensor handed out, as a view: nothing is copied, and no byte is seen that was not checked. NumPy is imported by the
-first `take`, so that a load can begin before there is time for that.
+One region of huge pages holds them all. Reading threads fill it read by read in the order of use, with O_DIRECT
+and straight to each tensor's place. One thread faults in pages ahead of them, since a direct read into untouched
+memory faults them in one by one. One thread follows and compares every extent with its digest. Only then can a
+tensor be taken, as a view: nothing is copied, and no unchecked byte is handed out. NumPy is imported by the first
+`take`, so that a load can begin before that import.
 
-A read that fails, or whose bytes differ from the digest, is tried once more (`retries` counts). The first tensor,
-in the order of use, that fails again ends the load: its error is raised by every `take` that would have to wait.
+A read that fails, or whose bytes differ from the digest, is repeated once (`retries` counts). The first tensor, in
+the order of use, that fails again ends the load: its error is raised by every `take` that would have to wait.
 
 `take` may be called from any thread, `close` from the one that made the load. Invariants, under the one lock:
 
-* A read's pages are made present by exactly one thread, and are present before it is executed.
-* A read belongs to the thread that executes it until it has landed; from then on to the checking thread.
-* A tensor in `_ready`, by the number of its last extent, has been checked; nothing is ever written to it again.
+* A read's pages are faulted in by exactly one thread, and are present before it is executed. * A read belongs to
+the thread that executes it until it has landed; from then on to the checking thread. * A tensor in `_ready`, by
+the number of its last extent, has been checked; nothing is ever written to it again.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from k3.model.model_source import EncodedTensor
 if TYPE_CHECKING:
     from k3.base.direct_io import Bytes
 
-LANES = 4
-"""Reads in flight."""
+READERS = 4
+"""Number of reading threads, and so of reads in flight."""
 
 OpenFile = Callable[[Path, bool], ReadFile]
 
 
 def open_file(path: Path, direct: bool) -> ReadFile:
-    """How files are opened when no test says otherwise."""
+    """Open a data file; a test may give a load another function."""
     return ReadFile(path, direct=direct)
 
 
@@ -54,7 +54,7 @@ class DenseFiles(Protocol):
     """The part of a container that a load needs."""
 
     def tensor(self, name: str) -> CatalogTensor:
-        """Return a dense tensor's catalog entry. KeyError when there is none."""
+        """Return a dense tensor's catalog entry. Raises KeyError when there is none."""
 
     def file_path(self, number: int) -> Path:
         """Return the path of data file `number`."""
@@ -67,7 +67,7 @@ class _Pages(enum.Enum):
 
 
 class DenseLoad:
-    """A load that began when it was made. A context manager; leaving it closes."""
+    """A load, which begins when it is created. A context manager; leaving it closes the load."""
 
     def __init__(
         self,
@@ -79,11 +79,12 @@ class DenseLoad:
         read_bytes_max: int = READ_BYTES,
         opener: OpenFile = open_file,
     ) -> None:
-        """Begin to read `names`, in this order. Tells `on_read` of each tensor that was checked, and `on_end` of
-        the end, also when it is an early one; both from a thread of the load, before the tensor can be taken.
+        """Begin to read `names`, in this order.
 
-        UnsupportedError for a tensor that does not lie on whole pages; MemoryError, RuntimeError where the system
-        gives no memory or no threads.
+        `on_read` is called with each tensor that was checked, `on_end` once at the end, also when the load fails
+        or is closed; both from a thread of the load, before the tensor can be taken. Raises UnsupportedError for a
+        tensor that does not lie on whole pages, MemoryError or RuntimeError when the system gives no memory or no
+        threads.
         """
         self._container = container
         self._entries = {name: container.tensor(name) for name in names}
@@ -92,8 +93,8 @@ class DenseLoad:
         self._on_read, self._on_end = on_read, on_end
         self._opener = opener
         self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)  # a read landed, its pages are present, or all is over
-        self._checked = threading.Condition(self._lock)  # a tensor can be taken, or all is over
+        self._arrived = threading.Condition(self._lock)  # a read landed, its pages are present, or the load ended
+        self._checked = threading.Condition(self._lock)  # a tensor can be taken, or the load ended
         reads = len(self._plan.reads)
         self._pages = [_Pages.ABSENT] * reads
         self._landed: list[bool] = [False] * reads
@@ -103,17 +104,17 @@ class DenseLoad:
         self._failure: Exception | None = None
         self._stopped = False
         self._files: dict[int, ReadFile] = {}
-        self._lanes_left = LANES
+        self._readers_left = READERS
         self.retries = 0
         self.began_s = time.monotonic()
         self.ended_s: float | None = None
         self._threads: list[threading.Thread] = []
         try:
-            for body in (self._populate_ahead, self._check_all, *[self._lane] * LANES):
+            for body in (self._populate_ahead, self._check_all, *[self._execute_reads] * READERS):
                 thread = threading.Thread(target=body, name="k3-dense", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:  # no more threads to be had, or Ctrl-C
+        except BaseException:  # the system gives no more threads, or Ctrl-C
             self.close()
             raise
 
@@ -124,15 +125,15 @@ class DenseLoad:
 
     @property
     def load_s(self) -> float:
-        """Seconds from the beginning of the load to the end of reading; until now, while it goes on."""
+        """Seconds from the beginning of the load to the end of reading, or until now while it lasts."""
         return (time.monotonic() if self.ended_s is None else self.ended_s) - self.began_s
 
     def huge_pages(self) -> HugePages:
-        """What the region got of the huge pages it asked for, as far as it is filled."""
+        """Return the bytes of the region that are in huge pages, and the bytes for which those were requested."""
         return huge_pages([self._region])
 
     def take(self, name: str) -> EncodedTensor:
-        """A tensor, once it has been read and checked; each can be taken once, by any thread.
+        """Return a tensor after it was read and checked. Each can be taken once, by any thread.
 
         Raises what ended the load if it ended before this tensor; ValueError when it was closed.
         """
@@ -147,12 +148,12 @@ class DenseLoad:
         return self._tensor(name, place)
 
     def close(self) -> None:
-        """Stop reading, and wait for the reads in flight. Tensors that were taken stay as they are."""
+        """Stop reading, and wait for the reads in flight. Tensors that were taken stay valid."""
         self._stop()
         for thread in self._threads:
             thread.join()
         self._ready.clear()
-        while self._files:  # the last lane closes them, unless some lanes could not be started
+        while self._files:  # the last reading thread closes them, unless not all were started
             self._files.popitem()[1].close()
 
     def __enter__(self) -> DenseLoad:
@@ -175,13 +176,13 @@ class DenseLoad:
         for number in range(len(self._plan.reads)):
             try:
                 self._make_present(number, wait=False)
-            except Exception:  # the thread that executes this read will meet it too, and report it
+            except Exception:  # the thread that executes this read gets the same error and reports it
                 return
             if self._stopped:
                 return
 
     def _make_present(self, number: int, *, wait: bool) -> None:
-        """Populate a read's pages unless that was done, or (without `wait`) is being done, by another thread."""
+        """Fault in a read's pages unless another thread did or (without `wait`) is doing it."""
         with self._lock:
             while self._pages[number] is _Pages.CLAIMED and wait:
                 self._arrived.wait()
@@ -200,7 +201,7 @@ class DenseLoad:
 
     # Reading
 
-    def _lane(self) -> None:
+    def _execute_reads(self) -> None:
         """Execute the planned reads in order, until none is left. Errors go to the checking thread."""
         try:
             while (number := self._take_read()) is not None:
@@ -228,7 +229,7 @@ class DenseLoad:
             return self._next - 1
 
     def _file(self, number: int) -> ReadFile:
-        """A data file, opened once for all lanes."""
+        """Return a data file, opened once for all reading threads."""
         with self._lock:
             file = self._files.get(number)
             if file is None:
@@ -236,17 +237,17 @@ class DenseLoad:
             return file
 
     def _leave(self) -> None:
-        """The last lane closes the files."""
+        """End a reading thread; the last one closes the files."""
         with self._lock:
-            self._lanes_left -= 1
-            if self._lanes_left == 0:
+            self._readers_left -= 1
+            if self._readers_left == 0:
                 while self._files:
                     self._files.popitem()[1].close()
 
     # Checking
 
     def _check_all(self) -> None:
-        """Follow the reads and hand out tensors. Whatever goes wrong ends the load."""
+        """Check the extents in order and hand out their tensors. Any error ends the load."""
         failure: Exception | None
         try:
             number = 0
@@ -268,9 +269,9 @@ class DenseLoad:
         self._stop()
 
     def _check(self, placed: PlacedExtent, number: int) -> int:
-        """Compare an extent that begins in read `number` with its digest, waiting for the reads it lies in.
+        """Compare an extent that begins in read `number` with its digest, after waiting for its reads.
 
-        Returns the read where the next extent begins.
+        Returns the number of the read in which the next extent begins.
         """
         hasher = checksum.Hasher()
         position = placed.start
@@ -294,7 +295,7 @@ class DenseLoad:
         return number
 
     def _await_read(self, number: int, placed: PlacedExtent) -> None:
-        """Return when a read has landed, at the first or the second try."""
+        """Wait until a read has landed; repeat it if it failed."""
         with self._lock:
             while not self._landed[number] and not self._stopped:
                 self._arrived.wait()
@@ -308,7 +309,7 @@ class DenseLoad:
             raise failure
 
     def _read_again(self, placed: PlacedExtent, offset: int, start: int, nbytes: int) -> None:
-        """The second try, through a descriptor of its own. DriveError names the tensor that was waited for."""
+        """Read once more through a new descriptor. Raises DriveError naming the tensor that is being checked."""
         try:
             with self._opener(self._container.file_path(placed.extent.file), True) as file:
                 file.read(offset, nbytes, self._region[start : start + nbytes])
@@ -318,17 +319,17 @@ class DenseLoad:
         self.retries += 1
 
     def _hand_out(self, name: str, place: int, *, is_last: bool) -> None:
-        """Make a tensor takeable whose last extent is number `place`."""
+        """Let a tensor, whose last extent is number `place`, be taken."""
         if self._on_read is not None:
             self._on_read(name)
-        if is_last:  # before it can be taken: whoever has taken everything has also been told of the end
+        if is_last:  # before it can be taken, so that `on_end` precedes the last `take`
             self._end()
         with self._lock:
             self._ready[name] = place
             self._checked.notify_all()
 
     def _tensor(self, name: str, place: int) -> EncodedTensor:
-        """A checked tensor whose last extent is number `place`, as arrays."""
+        """Return a checked tensor, whose last extent is number `place`, as arrays."""
         from k3.model.encoded_tensor import encoded_tensor
 
         entry = self._entries[name]
@@ -345,7 +346,7 @@ class DenseLoad:
         return np.frombuffer(payload.toreadonly(), dtype=np.uint8)
 
     def _end(self) -> None:
-        """Note the time and tell of the end, the first time."""
+        """Note the time and call `on_end`, the first time."""
         if self.ended_s is None:
             self.ended_s = time.monotonic()
             if self._on_end is not None:
@@ -353,4 +354,4 @@ class DenseLoad:
 
 
 class _StoppedError(Exception):
-    """The load was closed; the checking thread returns."""
+    """Unwinds the checking thread after the load was closed."""

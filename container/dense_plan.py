@@ -1,8 +1,7 @@
-"""Where each dense tensor goes in one region of memory, and the reads that fill it. Pure; any thread.
+"""The place of each dense tensor in one region of memory, and the reads that fill the region. Pure; any thread.
 
-Tensors lie in the region in the order in which they were given, which is the order of use. Extents that follow
-each other in a file therefore follow each other in the region too, and a read may span any number of them: it is
-cut by size, never by tensor.
+The region has the tensors in the given order, which is the order of use. Extents that are adjacent in a file are
+therefore adjacent in the region too, and one read may cover several of them: reads end at a size, not at a tensor.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from k3.container.catalog import CatalogTensor
 from k3.container.catalog_record import CatalogExtent
 
 READ_BYTES = 8 << 20
-"""Most bytes of one read: long enough for a drive's full rate, short enough for its last bytes not to wait."""
+"""Limit of one read: long enough for a drive's full rate, short enough that a tensor need not wait long for its
+end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedExtent:
-    """One extent of a tensor, and its place in the region."""
+    """One extent of a tensor; `start` is its offset in the region."""
 
     tensor: str
     extent: CatalogExtent
@@ -29,13 +29,13 @@ class PlacedExtent:
 
     @property
     def end(self) -> int:
-        """First byte of the region after it."""
+        """The first offset of the region after the extent."""
         return self.start + self.extent.stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DenseRead:
-    """One read: `nbytes` from `offset` of data file `file` to `start` in the region. Whole pages."""
+    """One read: `nbytes` from `offset` of data file `file` to `start` in the region. All are whole pages."""
 
     file: int
     offset: int
@@ -44,13 +44,13 @@ class DenseRead:
 
     @property
     def end(self) -> int:
-        """First byte of the region after it."""
+        """The first offset of the region after the read."""
         return self.start + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """`extents` and `reads` each cover the region of `nbytes` from end to end, ascending."""
+    """The region of `nbytes` bytes; `extents` and `reads` each cover it without gaps, ascending."""
 
     nbytes: int
     extents: tuple[PlacedExtent, ...]
@@ -58,7 +58,7 @@ class DensePlan:
 
 
 def plan_dense(tensors: Sequence[CatalogTensor], read_bytes_max: int = READ_BYTES) -> DensePlan:
-    """The region and the reads for these tensors. UnsupportedError for one that does not lie on whole pages."""
+    """Return the plan for these tensors. Raises UnsupportedError for one that does not lie on whole pages."""
     assert read_bytes_max % PAGE_BYTES == 0
     extents = tuple(_placed(tensors))
     reads = []
@@ -85,7 +85,7 @@ def _placed(tensors: Sequence[CatalogTensor]) -> Iterator[PlacedExtent]:
 
 
 def _runs(extents: Sequence[PlacedExtent]) -> list[list[PlacedExtent]]:
-    """Extents grouped as far as they lie one after the other in a file."""
+    """Return the extents in groups; those of one group are adjacent in one file."""
     runs: list[list[PlacedExtent]] = []
     for placed in extents:
         last = runs[-1][-1].extent if runs else None

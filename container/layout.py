@@ -1,7 +1,7 @@
-"""Every offset and size of the format: the only module that computes where a byte goes.
+"""Every offset and size of the format: the only module that computes the place of a byte in a file.
 
-`docs/container.md` is the specification. Invariants held here: extents start on pages, tile a file from its
-header to its end, and one expert's payload is the concatenation of its pieces' payloads.
+`docs/container.md` is the specification. Invariants: extents start on pages and cover a file from its header to
+its end without gaps, and one expert's payload is the concatenation of its pieces' payloads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ assert PAGE_BYTES == 4096, "format version 1 has pages of 4096 bytes"
 
 @dataclass(frozen=True, slots=True)
 class ExpertPiece:
-    """One root's part of an expert, relative to the expert's payload: pages [first_page, end_page)."""
+    """One root's share of an expert, as whole pages of the expert's payload.
+
+    `payload_offset` counts from the start of the payload.
+    """
 
     root: int
     payload_offset: int
@@ -48,12 +51,12 @@ class ExpertPiece:
 
 
 def expert_file_name(layer: int) -> str:
-    """A layer's expert file, relative to its root."""
+    """Return the path of a layer's expert file, relative to its root."""
     return f"{EXPERTS_DIRECTORY}/layer-{layer:05d}.safetensors"
 
 
 def cut_expert(payload_bytes: int, shares: Sequence[int]) -> tuple[ExpertPiece, ...]:
-    """The pieces of an expert over roots with these shares; roots with an empty part have none."""
+    """Return the pieces of an expert over roots with these shares; a root without pages of it has no piece."""
     total_share = sum(shares)
     assert total_share > 0
     pages = page_ceil(payload_bytes) // PAGE_BYTES
@@ -72,18 +75,18 @@ def cut_expert(payload_bytes: int, shares: Sequence[int]) -> tuple[ExpertPiece, 
 
 
 Tensor = tuple[str, str, tuple[int, ...]]
-"""(name, dtype, shape) of a tensor as it stands in a header."""
+"""Name, dtype and shape of a tensor, as a header lists them."""
 
 
 class FileLayout:
-    """The header and the extents of one data file, known before a byte of it is written.
+    """The header and the extents of one data file, computed before any of it is written.
 
     `header` is complete (padded to whole pages); `extents` are (offset, payload bytes, stored bytes) in file
-    order; `size_bytes` is the whole file.
+    order; `size_bytes` is the size of the whole file.
     """
 
     def __init__(self, groups: Iterable[Sequence[Tensor]]) -> None:
-        """Each group of tensors becomes one padded extent."""
+        """Lay out groups of tensors; each group becomes one padded extent."""
         entries: list[Tensor] = []
         spans: list[tuple[int, int, int]] = []
         position = 0
@@ -104,7 +107,7 @@ class FileLayout:
 
 
 def expert_file_layout(layout: ExpertLayout, experts: int, pieces: Sequence[ExpertPiece], root: int) -> FileLayout:
-    """One root's file of one layer: an extent per expert, in ascending id.
+    """Return the layout of one root's file of one layer: an extent for each expert, in ascending id.
 
     `pieces` is `cut_expert` of the layer's payload. With a single piece the tensors keep their source names.
     """
@@ -120,13 +123,16 @@ def expert_file_layout(layout: ExpertLayout, experts: int, pieces: Sequence[Expe
 
 
 def pack_piece(file: int, offset: int, payload_bytes: int, stored_bytes: int, digest: bytes) -> bytes:
-    """One 48-byte catalog record."""
+    """Return one 48-byte catalog record."""
     assert len(digest) == DIGEST_BYTES
     return PIECE_RECORD.pack(file, 0, offset, payload_bytes, stored_bytes, digest)
 
 
 def unpack_pieces(value: bytes) -> list[tuple[int, int, int, int, bytes]]:
-    """(file, offset, payload, stored, digest) of each record. ValueError when the value is not whole records."""
+    """Return (file, offset, payload, stored, digest) of each record.
+
+    Raises ValueError when the value is not a whole number of valid records.
+    """
     if not value or len(value) % PIECE_RECORD.size:
         raise ValueError(f"expert record of {len(value)} bytes is not a multiple of {PIECE_RECORD.size}")
     pieces = []

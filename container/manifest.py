@@ -1,7 +1,7 @@
-"""manifest.json: what the container is, for people and for finding the rest. Parse, check and render; no I/O.
+"""manifest.json: the description of a container and the list of its files. Parse, check and render; no I/O.
 
-`docs/container.md` section 3 is the specification. A `Manifest` is immutable; parsing checks the format name,
-the version, the digest over the text, every field's type, and that paths stay inside their roots.
+`docs/container.md` section 3 is the specification. A `Manifest` is immutable; parsing checks the format's name,
+the version, the digest over the text, the type of every field, and that paths stay inside their roots.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file that extents point into. `header_bytes` is 0 for source files: their headers are not ours."""
+    """A file that holds extents.
+
+    `header_bytes` is 0 for source files, whose headers the container did not write.
+    """
 
     root: int
     path: str
@@ -71,7 +74,7 @@ class SmallFile:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The model's shape as far as a reader of bytes needs it. `layers` are inclusive ranges."""
+    """The sizes of the model that a reader of bytes needs. `layers` are inclusive ranges."""
 
     layers: tuple[tuple[int, int], ...]
     expert_layers: int
@@ -102,13 +105,13 @@ class Manifest:
         return tuple(root.share for root in self.roots)
 
     def identity(self) -> dict[str, Any]:
-        """What `container` is computed from."""
+        """Return the content that the UUID `container` is computed from."""
         return content_identity(
             self.source, self.quantization, self.geometry.layers, [(r.kind, r.share) for r in self.roots]
         )
 
     def render(self) -> bytes:
-        """The file's bytes, digest included."""
+        """Return the file's bytes, with their digest."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         document["source"] = {"shards": document["source"]}
         document["digest"] = checksum.ZERO_DIGEST_HEX
@@ -126,7 +129,7 @@ def content_identity(
     layers: tuple[tuple[int, int], ...],
     roots: list[tuple[str, int]],
 ) -> dict[str, Any]:
-    """The identity of a container with this content (docs/container.md section 3)."""
+    """Return the identity of a container with this content (docs/container.md section 3)."""
     return {
         "version": VERSION,
         "source": [asdict(shard) for shard in source],
@@ -138,7 +141,11 @@ def content_identity(
 
 
 def parse_manifest(data: bytes, path: Path) -> Manifest:
-    """The manifest in `data`. Errors: not a container, a newer version, or damage, naming `path`."""
+    """Return the manifest in `data`.
+
+    Raises NotAContainerError for another program's file, VersionError for a newer format, DamageError or
+    ContainerError for an invalid manifest; all name `path`.
+    """
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -157,7 +164,7 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
     document["digest"] = checksum.ZERO_DIGEST_HEX
     try:
         sound = data == _sealed(_text(document))
-    except (ValueError, RecursionError):  # text that is not UTF-8, or nested beyond sense
+    except (ValueError, RecursionError):  # text that is not UTF-8, or nested too deeply
         sound = False
     if not sound:
         raise DamageError(
@@ -180,7 +187,7 @@ def _text(document: Mapping[str, Any]) -> bytes:
 
 
 def _sealed(blank: bytes) -> bytes:
-    """The text with its own digest, which is its last value, in place of the zeros."""
+    """Return the text with its zeros, which are its last value, replaced by its own digest."""
     zeros = checksum.ZERO_DIGEST_HEX.encode()
     head, _, tail = blank.rpartition(zeros)
     return head + checksum.digest(blank).hex().encode() + tail
@@ -210,7 +217,7 @@ def _records(kind: type[_T], items: list[dict[str, Any]]) -> tuple[_T, ...]:
 
 
 def _record(kind: type[_T], item: dict[str, Any]) -> _T:
-    """One value from its JSON object: every key there, none besides, each of its type."""
+    """Return the value of a JSON object. Raises TypeError for missing, unknown or mistyped keys."""
     record = kind(**item)
     for name, wanted in _TYPES[kind].items():
         if name != "layers":  # checked where it is made: nested types cannot be compared like this
@@ -227,7 +234,7 @@ def _typed(name: str, value: Any, wanted: Any) -> Any:
 
 
 def _check_references(manifest: Manifest) -> None:
-    """Roots and files that the manifest refers to, before anybody follows them out of their directories."""
+    """Check the kinds of roots and files, and that no path leads out of its root. Raises ValueError."""
     kinds = [root.kind for root in manifest.roots]
     if kinds[:1] != ["home"] or not {"drive", "source"}.issuperset(kinds[1:]):
         raise ValueError(f"roots are of the kinds {shown(kinds)}, not one home and then drives or sources")
@@ -248,7 +255,7 @@ def _check_references(manifest: Manifest) -> None:
 
 
 def _check_forms(manifest: Manifest) -> None:
-    """Digests and identities by what they look like: a damaged one must not be carried on."""
+    """Check the form of digests and UUIDs, so that a damaged one is not copied. Raises ValueError."""
     forms = [("container", manifest.container, _UUID)]
     forms += [("root", root.uuid, _UUID) for root in manifest.roots]
     forms += [("sha256", shard.sha256, _SHA256) for shard in manifest.source]

@@ -1,8 +1,8 @@
-"""Opening a finished container and handing out where its bytes lie.
+"""A finished container, opened for reading: it locates roots and hands out extents and tensors.
 
 Opening reads the manifest, checks the catalog against its digest, finds every root, and compares every file's
-size; no tensor is touched. After that `Container` is immutable and may be used from any thread. It fulfils
-`ModelSource`; nothing above this room sees an offset except inside an `Extent`.
+size; no tensor is read. After that `Container` is immutable and may be used from any thread. It fulfils
+`ModelSource`; the rooms above this one see offsets only inside an `Extent`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 SMALL_FILE_BYTES_MAX = 64 << 20
-"""No manifest, root.json or text file is larger."""
+"""Largest manifest, root.json or text file that is accepted."""
 
 _RESTORE = "Restore it from a copy, or repack"
 _RESTORE_DATA = "Restore it, or repack; k3-verify lists all findings"
@@ -62,7 +62,7 @@ class LocatedRoot:
 
 
 class Container:
-    """A finished container, opened for reading. Made by `open` only."""
+    """A finished container, opened for reading. Create it with `open`."""
 
     has_extents = True
 
@@ -76,9 +76,11 @@ class Container:
 
     @classmethod
     def open(cls, home: Path, roots: Sequence[Path] = ()) -> Container:
-        """Open the container whose home is `home`; `roots` are places to look for drive and source roots.
+        """Open the container whose home is `home`.
 
-        Raises NotAContainerError, IncompleteError (unfinished, or a root missing), VersionError, DamageError.
+        `roots` are directories in which to look for drive and source roots. Raises NotAContainerError,
+        IncompleteError (unfinished, or a root missing), VersionError, DamageError, and DriveError when the system
+        refuses.
         """
         manifest = read_manifest(home)
         located = locate_roots(home, manifest, roots)
@@ -94,7 +96,7 @@ class Container:
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """The UUID with the digests of configuration and vocabulary: equal content, equal identity."""
+        """The UUID with the digests of configuration and vocabulary: equal content has an equal identity."""
         return ModelIdentity(
             weights=self.manifest.container,
             config=config_identity(self.config, self.text_bytes(GENERATION_CONFIG_NAME), self.config_path),
@@ -103,7 +105,7 @@ class Container:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """config.json as parsed, untouched."""
+        """The content of config.json as parsed."""
         data = self.text_bytes(CONFIG_NAME)
         if data is None:
             raise ContainerError("container has no config.json", path=self.home)
@@ -111,7 +113,7 @@ class Container:
 
     @property
     def config_path(self) -> Path:
-        """The config.json in the container's home."""
+        """The path of config.json in the container's home."""
         return self.home / CONFIG_NAME
 
     @property
@@ -120,16 +122,19 @@ class Container:
         return tuple(dict.fromkeys((self.home, *(root.directory for root in self.roots))))
 
     def files(self) -> Iterator[Path]:
-        """Every data file."""
+        """Yield the path of every data file."""
         yield from self._paths
 
     def text_file(self, name: str) -> Path | None:
-        """Path of a small file that came with the model, or None."""
+        """Return the path of a small file of the model, or None."""
         known = any(file.path == name for file in self.manifest.text_files)
         return self.home / name if known else None
 
     def text_bytes(self, name: str) -> bytes | None:
-        """The bytes of a small file, None without it. DamageError when they are not what the manifest says."""
+        """Return the bytes of a small file, None without it.
+
+        Raises DamageError when they differ from the digest in the manifest.
+        """
         path = self.text_file(name)
         if path is None:
             return None
@@ -140,21 +145,25 @@ class Container:
         return data
 
     def tensor_names(self) -> Sequence[str]:
-        """Dense tensors in execution order."""
+        """Return the dense tensors in execution order."""
         return tuple(self._tensors)
 
     def dense(self, name: str) -> DenseInfo:
-        """Return what the catalog says of a dense tensor. KeyError when there is none."""
+        """Return form and memory of a dense tensor, by the catalog. Raises KeyError when there is none."""
         entry = self._tensors[name]
         stored_bytes = entry.weights.stored_bytes + (0 if entry.scales is None else entry.scales.stored_bytes)
         return DenseInfo(entry.dtype, entry.shape, entry.encoding, stored_bytes, stored_bytes, stored_bytes)
 
     def tensor(self, name: str) -> CatalogTensor:
-        """A dense tensor's catalog entry; KeyError when there is none."""
+        """Return a dense tensor's catalog entry. Raises KeyError when there is none."""
         return self._tensors[name]
 
     def read_tensor(self, name: str) -> EncodedTensor:
-        """A dense tensor, digest-checked. KeyError when there is none; DamageError or DriveError otherwise."""
+        """Read one dense tensor and check its digest.
+
+        Raises KeyError when there is none, DamageError when its bytes differ from the digest, DriveError when a
+        read fails.
+        """
         from k3.model.encoded_tensor import encoded_tensor  # NumPy takes longer to import than a container to open
 
         entry = self._tensors[name]
@@ -169,7 +178,7 @@ class Container:
         on_read: Callable[[str], None] = lambda name: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> DenseLoad:
-        """Begin to read dense tensors in the background, past the page cache, each checked by its digest."""
+        """Start to read dense tensors in the background, with O_DIRECT, and check each by its digest."""
         return DenseLoad(self, names, on_read=on_read, on_end=on_end)
 
     def loading_bytes(self, names: Sequence[str]) -> int:
@@ -177,36 +186,36 @@ class Container:
         return 0
 
     def expert_layers(self) -> Sequence[int]:
-        """0-based layers that have routed experts, ascending."""
+        """Return the 0-based layers that have routed experts, ascending."""
         return tuple(self._layers)
 
     def expert_count(self, layer: int) -> int:
-        """Number of routed experts of a layer."""
+        """Return the number of routed experts of a layer. Raises ContainerError for a layer without any."""
         return self._layer(layer).experts
 
     def expert_layout(self, layer: int) -> ExpertLayout:
-        """How the payload of the layer's experts is built."""
+        """Return the parts of an expert's payload. Raises ContainerError for a layer without experts."""
         return self._layer(layer).layout
 
     def expert_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
-        """Where an expert lies. ContainerError when the container has no such expert."""
+        """Return an expert's extents in payload order. Raises ContainerError when there is no such expert."""
         found = self.catalog.expert(layer, expert)
         if found is None:
             raise ContainerError("container has no such expert", path=self.home, layer=layer, expert=expert)
         return tuple(self.extent(item) for item in found)
 
-    # -- for those who check
+    # -- for the verifier and the loader
 
     def file_path(self, number: int) -> Path:
-        """Where data file `number` is."""
+        """Return the path of data file `number`."""
         return self._paths[number]
 
     def file(self, number: int) -> DataFile:
-        """The manifest's entry of data file `number`."""
+        """Return the manifest's entry of data file `number`."""
         return self.manifest.files[number]
 
     def extent(self, item: CatalogExtent) -> Extent:
-        """A catalogued extent with its file resolved. ContainerError when there is no such file."""
+        """Return a catalogued extent with its file resolved. Raises ContainerError when there is no such file."""
         if not 0 <= item.file < len(self._paths):
             raise ContainerError(f"catalog points into file {item.file}, which does not exist", path=self.home)
         return Extent(self._paths[item.file], item.offset, item.payload_bytes, item.stored_bytes, item.digest)
@@ -235,7 +244,11 @@ class Container:
 
 
 def read_manifest(home: Path) -> Manifest:
-    """The manifest of a finished container at `home`, its own digest checked."""
+    """Return the manifest of a finished container at `home`, after checking its own digest.
+
+    Raises IncompleteError for an unfinished repack, NotAContainerError where there is none, and what
+    `parse_manifest` raises.
+    """
     path = home / MANIFEST_NAME
     finished = is_there(path)
     if not finished and is_there(home / JOURNAL_NAME):
@@ -251,16 +264,16 @@ def read_manifest(home: Path) -> Manifest:
 
 
 def recorded_places(home: Path, manifest: Manifest) -> list[Path]:
-    """Where each root was when the container was made, by number."""
+    """Return the directory that each root had when the container was made, by number."""
     base = home.resolve()  # recorded paths are relative to the directory itself, not to a link to it
     return [Path(os.path.normpath(base / root.path)) for root in manifest.roots]
 
 
 def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[LocatedRoot, ...]:
-    """Find every root: drive roots by the UUID in their root.json, among `places` and where roots were recorded.
+    """Find every root; drive roots by the UUID in their root.json, among `places` and the recorded directories.
 
-    A place may be a download cache's folder above the snapshot that is looked for. IncompleteError names every
-    root that is nowhere; DriveError when one may be in a folder that cannot be listed.
+    A place may be a download cache's folder above the snapshot that is looked for. Raises IncompleteError naming
+    every root that is missing, DriveError when one may be in a folder that cannot be listed.
     """
     hints = recorded_places(home, manifest)
     places, refused = listed_places(places)
@@ -291,9 +304,9 @@ def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tupl
 
 
 def went_away(number: int, manifest: Manifest, directory: Path) -> bool:
-    """True when a root that was in `directory` is not there any more: nothing is left of what marks it.
+    """Return True when a root that was in `directory` has disappeared: none of the files that mark it is left.
 
-    An unmounted drive leaves its empty mount point behind. A place that cannot be looked at has not gone away.
+    An unmounted drive leaves its empty mount point behind. A directory that cannot be read has not disappeared.
     """
     kind = manifest.roots[number].kind
     marks = [MANIFEST_NAME if kind == "home" else ROOT_NAME]
@@ -306,15 +319,15 @@ def went_away(number: int, manifest: Manifest, directory: Path) -> bool:
 
 
 def unused_places(roots: Sequence[LocatedRoot], places: Sequence[Path]) -> list[Path]:
-    """Which of the `places` that were named hold none of the located `roots`: misspelt, or not mounted."""
+    """Return the `places` that hold none of the located `roots`: misspelt, or not mounted."""
     used = {root.directory.resolve() for root in roots}
     return [place for place in places if used.isdisjoint(path.resolve() for path in listed_places([place])[0])]
 
 
 def listed_places(places: Iterable[Path]) -> tuple[list[Path], list[DriveError]]:
-    """The `places`, each followed by the revisions in it if it is a download cache's folder.
+    """Return the `places`, each followed by its revisions if it is a download cache's folder, and errors.
 
-    Beside them the errors of folders that could not be listed: what is there nobody knows.
+    The errors are those of folders that could not be listed, so that their revisions are not known.
     """
     listed: list[Path] = []
     refused = []
@@ -328,9 +341,9 @@ def listed_places(places: Iterable[Path]) -> tuple[list[Path], list[DriveError]]
 
 
 def _root_identity(directory: Path, manifest: Manifest) -> str | None:
-    """The root UUID in a directory's root.json, None when it is no drive root of this container.
+    """Return the root UUID in a directory's root.json, None when it is no drive root of this container.
 
-    DamageError when the file cannot be understood, or is this container's but not what it must be.
+    Raises DamageError when the file is invalid, or is of this container but contradicts the manifest.
     """
     path = directory / ROOT_NAME
     if not is_there(path):
@@ -356,7 +369,10 @@ def _root_identity(directory: Path, manifest: Manifest) -> str | None:
 
 
 def check_sizes(manifest: Manifest, roots: Sequence[LocatedRoot]) -> None:
-    """Compare every data file's size with the manifest. DamageError names the first that differs or is no file."""
+    """Compare every data file's size with the manifest.
+
+    Raises DamageError naming the first file that has another size or is not a regular file.
+    """
     for file in manifest.files:
         path = roots[file.root].directory / file.path
         size = regular_size(path, DamageError, _RESTORE_DATA)
@@ -369,7 +385,10 @@ def check_sizes(manifest: Manifest, roots: Sequence[LocatedRoot]) -> None:
 
 
 def read_catalog(home: Path, manifest: Manifest) -> bytes:
-    """The catalog's content, its size and digest those of the manifest. DamageError, DriveError."""
+    """Return the catalog's content, after comparing size and digest with the manifest.
+
+    Raises DamageError when they differ, DriveError when a read fails.
+    """
     path = home / manifest.catalog.path
     data = read_small_file(path, min(CATALOG_BYTES_MAX, manifest.catalog.bytes), DamageError, _RESTORE)
     if len(data) != manifest.catalog.bytes or checksum.digest(data).hex() != manifest.catalog.digest:
