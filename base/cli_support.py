@@ -217,7 +217,7 @@ def _system_error(error: OSError) -> K3Error:
         path = Path(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else Path(str(name))
         return drive_error("the system refused", error, path)
     found = drive_error("the system refused a write", error, None, operation=Operation.WRITE)
-    found.advice = "If it was standard output, give it another place; what the command had made by then stays"
+    found.advice = "If it was standard output, redirect it elsewhere; what the command had made by then stays"
     return found
 
 

@@ -100,7 +100,7 @@ def _note_not_durable(directory: Path, error: OSError, what: str) -> None:
         device = -1
     note_once(
         f"durable {device} {what}",
-        f"the file system of {directory} cannot be asked to make {what} durable ({error.strerror or error}): "
+        f"the file system of {directory} does not support making {what} durable ({error.strerror or error}): "
         "after a power cut, run the same command again and verify",
     )
 
@@ -177,7 +177,9 @@ class ReadFile(_File):
                 self.direct = True
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
-                raise DriveError("no regular file, but a pipe, device or directory", path=path, advice=_IRREGULAR)
+                raise DriveError(
+                    "is not a regular file but a pipe, device or directory", path=path, advice=_IRREGULAR
+                )
             self.size_bytes = status.st_size
         except DriveError:
             self.close()
@@ -214,7 +216,7 @@ class ReadFile(_File):
         if offset + length > self.size_bytes:
             missing_bytes = offset + length - self.size_bytes
             raise DriveError(
-                f"file ends at {self.size_bytes} bytes, {missing_bytes} short of what is needed",
+                f"the file ends at {self.size_bytes} bytes, {missing_bytes} bytes too early",
                 path=self.path,
                 offset=offset,
                 advice="The file is truncated; verify it and restore it",
@@ -229,7 +231,7 @@ class ReadFile(_File):
             count = self._transfer(start + done, into[done : min(ask, done + TRANSFER_BYTES)])
             if count == 0:
                 raise DriveError(
-                    "file ended while reading", path=self.path, offset=start + done, advice=CUT_ADVICE
+                    "the file ended while being read", path=self.path, offset=start + done, advice=CUT_ADVICE
                 )
             done += count
             if self.direct and done < need and done % PAGE_BYTES:
@@ -258,7 +260,10 @@ class ReadFile(_File):
                     count = os.preadv(file.fileno(), [memory_of(into[page:stop])], start + page)
                     if count == 0:
                         raise DriveError(
-                            "file ended while reading", path=self.path, offset=start + page, advice=CUT_ADVICE
+                            "the file ended while being read",
+                            path=self.path,
+                            offset=start + page,
+                            advice=CUT_ADVICE,
                         )
                     page += count
         except OSError as error:
@@ -297,11 +302,11 @@ class WriteFile(_File):
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             if path.is_symlink():
-                raise DriveError("a link is where a file should be written", path=path, advice=_FOREIGN)
+                raise DriveError("is a link where a file is to be written", path=path, advice=_FOREIGN)
             self._fd = os.open(path, flags, 0o644)
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-                problem = "what is here is no file, or a file that has a second name"
+                problem = "is not a regular file, or has a second hard link"
                 raise DriveError(problem, path=path, advice=_FOREIGN)
             if status.st_size != size_bytes:
                 os.ftruncate(self._fd, size_bytes)
@@ -361,7 +366,7 @@ class WriteFile(_File):
             step = count // PAGE_BYTES * PAGE_BYTES if self.direct else count
             stalls = 0 if step else stalls + 1
             if stalls > STALLS_MAX:
-                raise DriveError("write made no progress", path=self.path, offset=offset + done)
+                raise DriveError("writing makes no progress", path=self.path, offset=offset + done)
             done += step
 
     def sync(self) -> None:

@@ -50,17 +50,15 @@ _FILES = frozenset(Operation) - {Operation.MEMORY, Operation.THREAD, Operation.L
 _WRITES = frozenset({Operation.WRITE, Operation.MAKE, Operation.RENAME, Operation.SYNC})
 
 _PERMISSIONS = "Check the permissions and the mount options of this place"
-_HEALTH = "The drive reports a fault; look at its health (dmesg, smartctl) before trying again"
-_GONE_MOUNT = "The drive or the network mount has gone; look at it (findmnt, dmesg), then run the command again"
+_HEALTH = "The drive reports a fault; check its health (dmesg, smartctl) before trying again"
+_GONE_MOUNT = "The drive or the network mount is gone; check it (findmnt, dmesg), then run the command again"
 _MEMORY_LIMIT = "Raise the limit (ulimit -v, the cgroup's memory.max), or let the command need less"
 _DESCRIPTORS = "Too many open files: raise the limit (ulimit -n)"
 _DESCRIPTORS_ALL = "Too many open files on this machine: raise fs.file-max, or end other programs"
-_PATH = "Look at the path: a part of it is no directory, or leads in a circle"
+_PATH = "Check the path: a part of it is not a directory, or is a loop of links"
 _CANNOT_MAP = "This file system cannot map files into memory; copy the file to another one"
-_CUT = "The file is shorter than it was: it was cut; k3-verify names everything that is missing"
-_SEALED = (
-    "The system forbids shared memory to this process (a seccomp filter, or vm.memfd_noexec); allow memfd_create"
-)
+_CUT = "The file was truncated; k3-verify names everything that is missing"
+_SEALED = "The system denies this process shared memory (a seccomp filter, or vm.memfd_noexec); allow memfd_create"
 
 _ANY_FILE: dict[int, str] = {
     errno.EACCES: _PERMISSIONS,
@@ -70,15 +68,15 @@ _ANY_FILE: dict[int, str] = {
     errno.EMFILE: _DESCRIPTORS,
     errno.ENFILE: _DESCRIPTORS_ALL,
     errno.ENOMEM: _MEMORY_LIMIT,
-    errno.ENOENT: "It is not there, or was removed meanwhile: check the path, and that its drive is mounted",
+    errno.ENOENT: "It does not exist, or was removed meanwhile: check the path, and that its drive is mounted",
     errno.ENOTDIR: _PATH,
     errno.ELOOP: _PATH,
     errno.EISDIR: "A directory is where a file is expected",
     errno.EEXIST: "Something else has this name already: move it away",
-    errno.ENOTEMPTY: "The directory has something in it: move it away",
-    errno.ENAMETOOLONG: "The file system does not take names this long: choose a shorter path",
-    errno.EILSEQ: "The file system does not take these bytes in a name: choose another path",
-    errno.ESTALE: "The network file system's server replaced this file: mount it anew, then try again",
+    errno.ENOTEMPTY: "The directory is not empty: move its content away",
+    errno.ENAMETOOLONG: "The file system does not allow names this long: choose a shorter path",
+    errno.EILSEQ: "The file system does not allow these bytes in a name: choose another path",
+    errno.ESTALE: "The network file system's server replaced this file: remount it, then try again",
     errno.ENOTCONN: _GONE_MOUNT,
     errno.ECONNABORTED: _GONE_MOUNT,
     errno.ECONNRESET: _GONE_MOUNT,
@@ -93,20 +91,20 @@ _ANY_FILE: dict[int, str] = {
     errno.EREMOTEIO: _HEALTH,
     errno.EBADMSG: _HEALTH,
     errno.EUCLEAN: "The file system's own structure is damaged: check it (fsck) before trying again",
-    errno.ETIMEDOUT: "The drive or its server does not answer; look at it (dmesg) and run the command again",
+    errno.ETIMEDOUT: "The drive or its server does not answer; check it (dmesg) and run the command again",
     errno.EAGAIN: "The system is short of resources just now: run the command again",
     errno.EBUSY: "Another program is using it: end that one, then run the command again",
     errno.ETXTBSY: "Another program is using it: end that one, then run the command again",
     errno.EXDEV: "The two places are on different file systems: choose places on the same one",
-    errno.EMLINK: "The file system takes no more entries in this directory",
-    errno.EOVERFLOW: "The file is too large for this system",
+    errno.EMLINK: "The file system allows no more entries in this directory: remove some, or choose another",
+    errno.EOVERFLOW: "The file is too large for this system: choose another file system",
     errno.ENOKEY: "The directory is encrypted and its key is not loaded: unlock it first",
-    errno.ENOSYS: "This system or file system does not have this call: choose another place",
-    errno.EOPNOTSUPP: "This file system does not have this feature: choose another place",
+    errno.ENOSYS: "This system or file system lacks this call: choose another place",
+    errno.EOPNOTSUPP: "This file system lacks this feature: choose another place",
     errno.EINVAL: "This file system refuses the request: choose a place on another one",
     errno.ENODATA: _CUT,
     errno.EFBIG: (
-        "Files of this size are refused here: raise ulimit -f, or choose a file system without such a limit "
+        "Files of this size are not allowed here: raise ulimit -f, or choose a file system without such a limit "
         "(FAT32 ends at 4 GB)"
     ),
     errno.ENOSPC: "Free space on this drive and run the same command again; it continues where it stopped",
@@ -114,7 +112,7 @@ _ANY_FILE: dict[int, str] = {
 }
 
 _CANNOT_LOCK = (
-    "This file system gives no locks: start its lock service, mount it with local locks (local_lock=flock), or "
+    "This file system has no locks: start its lock service, mount it with local locks (local_lock=flock), or "
     "choose another place"
 )
 
@@ -132,7 +130,7 @@ _SPECIAL: dict[tuple[Operation, int], str] = {
     (Operation.LOCK, errno.EINVAL): _CANNOT_LOCK,
     (Operation.LOCK, errno.EAGAIN): "Another program holds this lock: wait for it to end",
     (Operation.SYNC, errno.EIO): (
-        "The drive lost writes that it had taken: look at its health (dmesg, smartctl), then run the same command"
+        "The drive lost writes that it had accepted: check its health (dmesg, smartctl), then run again"
     ),
     (Operation.MEMORY, errno.ENOMEM): _MEMORY_LIMIT,
     (Operation.MEMORY, errno.ENOSPC): _MEMORY_LIMIT,
@@ -147,18 +145,18 @@ _SPECIAL: dict[tuple[Operation, int], str] = {
     (Operation.THREAD, errno.EAGAIN): "Raise the limit of threads (ulimit -u, the cgroup's pids.max)",
     (Operation.THREAD, errno.ENOMEM): _MEMORY_LIMIT,
     (Operation.LISTEN, errno.ENOENT): "Make the directory first, or choose another --socket",
-    (Operation.LISTEN, errno.EADDRINUSE): "Something has this name: move it away, or choose another --socket",
+    (Operation.LISTEN, errno.EADDRINUSE): "This name is taken: move what has it, or choose another --socket",
     (Operation.LISTEN, errno.EMFILE): _DESCRIPTORS,
     (Operation.LISTEN, errno.ENFILE): _DESCRIPTORS_ALL,
-    (Operation.LISTEN, errno.ENOLCK): "This file system gives no locks: choose a --socket in /run",
-    (Operation.CONNECT, errno.ENOTSOCK): "Name the socket that k3-store serve was given as --socket",
+    (Operation.LISTEN, errno.ENOLCK): "This file system has no locks: choose a --socket in /run",
+    (Operation.CONNECT, errno.ENOTSOCK): "Give the path that k3-store serve was started with as --socket",
     (Operation.CONNECT, errno.EMFILE): _DESCRIPTORS,
     (Operation.CONNECT, errno.ENFILE): _DESCRIPTORS_ALL,
     (Operation.CONNECT, errno.EACCES): "Run k3-store with --group, or run as the same user",
     (Operation.CONNECT, errno.EPERM): "Run k3-store with --group, or run as the same user",
     (Operation.CONNECT, errno.ENOENT): "Start it (k3-store serve), or name its --socket",
     (Operation.CONNECT, errno.ECONNREFUSED): "Start it (k3-store serve), or name its --socket",
-    (Operation.CONNECT, errno.EPROTOTYPE): "Another program serves on this socket: name k3-store's --socket",
+    (Operation.CONNECT, errno.EPROTOTYPE): "Another program serves on this socket: give the path of k3-store's",
     (Operation.CONNECT, errno.ETIMEDOUT): "It may be starting or overloaded; try again",
     **{
         (Operation.LISTEN, number): (
@@ -172,7 +170,7 @@ _GENERAL: dict[Operation, str] = {
     Operation.MEMORY: "Allow less cache, or more memory",
     Operation.THREAD: "Raise the limits of this process (ulimit -a, the cgroup's), or let it use fewer threads",
     Operation.LISTEN: "Choose another --socket",
-    Operation.CONNECT: "See what k3-store serve says on its stderr, and start it again",
+    Operation.CONNECT: "Read the stderr of k3-store serve, and start it again",
     **dict.fromkeys(_FILES, "The system's log (dmesg) may say more; try again, or choose another place"),
 }
 
@@ -180,8 +178,8 @@ _REASONS: dict[tuple[Operation, int], str] = {
     (Operation.READ, errno.ENODATA): "the file ends before these bytes",
     (Operation.MAP, errno.ENODEV): "this file system cannot map files",
     (Operation.MAP, errno.ENOSYS): "this file system cannot map files",
-    (Operation.WRITE, errno.EFBIG): "the file would be larger than is allowed here",
-    (Operation.MAKE, errno.EFBIG): "the file would be larger than is allowed here",
+    (Operation.WRITE, errno.EFBIG): "the file would exceed the largest size that is allowed here",
+    (Operation.MAKE, errno.EFBIG): "the file would exceed the largest size that is allowed here",
     (Operation.CONNECT, errno.ENOTSOCK): "this is not a socket",
 }
 

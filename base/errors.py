@@ -55,20 +55,20 @@ class ExitCode(enum.IntEnum):
 
 
 EXIT_CODE_HELP: dict[ExitCode, str] = {
-    ExitCode.OK: "sound, or done",
+    ExitCode.OK: "success",
     ExitCode.DAMAGED: "bytes are damaged, missing or differ from the source",
     ExitCode.USAGE: "wrong arguments",
     ExitCode.SOURCE: "the snapshot, or the model in it, cannot be used as it is",
-    ExitCode.INCOMPLETE: "the container is unfinished, or a root of it is not there",
+    ExitCode.INCOMPLETE: "the container is unfinished, or a root is missing",
     ExitCode.NOT_A_CONTAINER: "not a container",
     ExitCode.DRIVE: "a read or write failed",
     ExitCode.SPACE: "not enough space",
-    ExitCode.RESUME: "what should go on was begun with other parameters or another source",
+    ExitCode.RESUME: "the work to resume has other parameters or another source",
     ExitCode.UNSUPPORTED: "a newer format, too little memory, or something this program cannot do",
-    ExitCode.DAEMON: "k3-store is not there, refused, or went away",
-    ExitCode.INTERNAL: "a fault of the program itself",
+    ExitCode.DAEMON: "k3-store is not running, refused, or ended",
+    ExitCode.INTERNAL: "a bug in this program",
     ExitCode.INTERRUPTED: "interrupted",
-    ExitCode.CLOSED_PIPE: "whoever read the output has gone",
+    ExitCode.CLOSED_PIPE: "the reader of the output closed the pipe",
 }
 
 

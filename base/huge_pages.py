@@ -48,8 +48,8 @@ class HugePages:
     def line(self) -> str:
         """Return a note for the user: bytes granted, the cost of the rest, and the remedy."""
         return (
-            f"huge pages: granted {format_size(self.granted_bytes)} of {format_size(self.asked_bytes)} asked for; "
-            "what is read past the page cache into the rest, pages of 4 KiB, can take more than twice as long. "
+            f"huge pages: granted {format_size(self.granted_bytes)} of {format_size(self.asked_bytes)} requested; "
+            "direct reads into the rest, in 4 KiB pages, can take more than twice as long. "
             f"{_advice()}"
         )
 
@@ -98,13 +98,13 @@ def _mappings(lines: Iterable[str]) -> Iterator[tuple[range, int, int]]:
 def _advice() -> str:
     """Return the remedy for the most likely cause of the refusal."""
     if not _SETTINGS.exists():
-        return "This kernel has none (CONFIG_TRANSPARENT_HUGEPAGE)"
+        return "This kernel has no huge pages (CONFIG_TRANSPARENT_HUGEPAGE)"
     if _libc.prctl(_GET_THP_DISABLE, 0, 0, 0, 0) > 0:
-        return "Something has barred this process from them (PR_SET_THP_DISABLE): start it without"
+        return "This process was started with huge pages disabled (PR_SET_THP_DISABLE): start it without"
     for setting in (_SETTINGS / f"hugepages-{HUGE_PAGE_BYTES >> 10}kB" / "enabled", _SETTINGS / "enabled"):
         chosen = re.search(r"\[(\w+)\]", setting.read_text()) if setting.exists() else None
         if chosen is not None and chosen[1] == "never":
             return f"Set {setting} to madvise or always"
         if chosen is not None and chosen[1] != "inherit":
             break
-    return "Memory is in pieces: free some, or write 1 to /proc/sys/vm/compact_memory"
+    return "Memory is fragmented: free some, or write 1 to /proc/sys/vm/compact_memory"

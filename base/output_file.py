@@ -27,7 +27,7 @@ _KIND = "output"
 _COPY_BYTES = 16 << 20
 _CANNOT_LINK = NOT_SUPPORTED | {errno.EPERM, errno.EXDEV, errno.ENOENT}
 
-NOTHING_KEPT = "Nothing of it is kept; give another place, or make room, and run again"
+NOTHING_KEPT = "Nothing was kept of it; choose another place, or free space, and run again"
 
 
 class OutputFile:

@@ -76,7 +76,7 @@ class PageTree:
         sizes = [size for size in PAGE_SIZES if _page_size_at(data, size) == size]
         found = [meta for offset in (0, *sizes[:1]) if (meta := _meta(data, offset)) is not None]
         if not found:
-            raise DamageError("the file has no sound meta page", path=path, offset=0)
+            raise DamageError("the file has no valid meta page", path=path, offset=0)
         self.sound_meta_pages = len(found)
         _, last_page, page_bytes, self._main = max(found)
         if (last_page + 1) * page_bytes > len(data):
@@ -100,7 +100,7 @@ class Database:
     def __init__(self, pages: _Pages, root: _Root) -> None:
         empty = root.page == _NO_PAGE and root.depth == 0 and root.entries == 0
         if root.flags or not (empty or 1 <= root.depth <= DEPTH_MAX):
-            raise pages.damage("has a database of a kind that is never written", None)
+            raise pages.damage("has a database with flags or a depth that are never written", None)
         self._pages = pages
         self._root = root
 
@@ -217,10 +217,10 @@ class _Pages:
         at = self._place(page)
         number, _, flags, lower, upper = _PAGE.unpack_from(self.data, at)
         if number != page or flags & _KINDS != (_LEAF if leaf else _BRANCH):
-            raise self.damage(f"page {page} is not the {'leaf' if leaf else 'branch'} that it should be", at)
+            raise self.damage(f"has no {'leaf' if leaf else 'branch'} where page {page} should be one", at)
         count = (lower - _PAGE.size) // 2
         if lower % 2 or count < 1 or not lower <= upper <= self._page_bytes:
-            raise self.damage(f"page {page} has bounds that no page has", at)
+            raise self.damage(f"has invalid bounds in page {page}", at)
         return at, struct.unpack_from(f"<{count}H", self.data, at + _PAGE.size)
 
     def node(self, at: int, offsets: tuple[int, ...], index: int, *, leaf: bool) -> Node:
@@ -237,7 +237,7 @@ class _Pages:
         else:
             stored_bytes = _LONG.size if flags & _IS_LONG else number
         if value_at + stored_bytes > at + self._page_bytes or (leaf and flags & ~(_IS_LONG | _TREE_RECORD)):
-            raise self.damage("has a record that reaches out of its page", at + offset)
+            raise self.damage("has a record that extends beyond its page", at + offset)
         return Node(self.data[key_at:value_at], flags, number, value_at)
 
     def value(self, node: Node) -> bytes:
@@ -251,7 +251,7 @@ class _Pages:
         number, _, flags, pages = _OVERFLOW.unpack_from(self.data, at)
         fits = 0 < pages <= self._last_page + 1 - page and node.number <= pages * self._page_bytes - _PAGE.size
         if number != page or flags & _KINDS != _OVERFLOWS or not fits:
-            raise self.damage(f"page {page} does not hold the long record that it should", at)
+            raise self.damage(f"has an invalid long record in page {page}", at)
         return self.data[at + _PAGE.size : at + _PAGE.size + node.number]
 
     def damage(self, problem: str, offset: int | None) -> DamageError:
@@ -260,7 +260,7 @@ class _Pages:
 
     def _place(self, page: int) -> int:
         if not 1 < page <= self._last_page:
-            raise self.damage(f"points to page {page} of {self._last_page + 1}", None)
+            raise self.damage(f"refers to page {page} of {self._last_page + 1}", None)
         return page * self._page_bytes
 
 

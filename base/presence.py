@@ -35,7 +35,7 @@ def _ask(path: Path, call: Callable[[], os.stat_result]) -> os.stat_result | Non
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return None
-        raise drive_error("cannot look at", error, path) from error
+        raise drive_error("cannot stat", error, path) from error
 
 
 def is_named(path: Path) -> bool:

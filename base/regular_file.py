@@ -22,7 +22,7 @@ from k3.base.errors import K3Error, ShardError
 READ_BYTES_MAX = 1 << 30
 """Limit of one system call: some kernels return at most 2,147,479,552 bytes, others refuse more."""
 
-_INCOMPLETE = "The download is incomplete or the file was cut: fetch it again"
+_INCOMPLETE = "The download is incomplete or the file was truncated: fetch it again"
 
 
 class RegularFile:
@@ -46,7 +46,7 @@ class RegularFile:
             self.size_bytes = _checked_size(path, os.fstat(self._descriptor), missing, advice)
         except OSError as error:
             self._give_up()
-            raise drive_error("cannot look at", error, path, operation=Operation.LOOK) from error
+            raise drive_error("cannot stat", error, path, operation=Operation.LOOK) from error
         except K3Error:
             self._give_up()
             raise
@@ -132,16 +132,16 @@ def read_small_file(path: Path, max_bytes: int, error: type[K3Error], advice: st
     with RegularFile(path, missing=error, advice=advice) as file:
         if file.size_bytes > max_bytes:
             raise error(
-                f"has {file.size_bytes} bytes where at most {max_bytes} make sense",
+                f"has {file.size_bytes} bytes, more than the {max_bytes} allowed for this file",
                 path=path,
-                advice=advice or "This is some other file under this name: fetch it again",
+                advice=advice or "This is another file under this name: fetch it again",
             )
         return file.read(0, file.size_bytes)
 
 
 def _open_failure(path: Path, error: OSError, missing: type[K3Error], advice: str | None) -> K3Error:
     if error.errno == errno.ELOOP:
-        return missing("is a link that leads back to itself", path=path, advice=advice or "Fetch the file again")
+        return missing("is a loop of links", path=path, advice=advice or "Fetch the file again")
     if error.errno == errno.ENXIO:
         problem = "is a socket or device where a file is expected"
         return missing(problem, path=path, advice=advice or "Put the file there")
@@ -153,8 +153,8 @@ def _open_failure(path: Path, error: OSError, missing: type[K3Error], advice: st
             f"is a dangling link: its target {target} does not exist",
             path=path,
             advice=advice
-            or "Relative targets count from the link's own folder. Fetch the file again, or move the "
-            "blobs along with the links",
+            or "Relative targets start at the link's own folder. Fetch the file again, or move the blobs along "
+            "with the links",
         )
     problem = "does not exist" if advice is None else "is missing"
     return missing(problem, path=path, advice=advice or "Fetch the file, or name the directory that holds it")

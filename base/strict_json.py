@@ -51,14 +51,14 @@ def parse_object(
     except _DuplicateKeyError as bad:
         raise refuse(f"has the key {shown(bad.key)} twice") from bad
     except _NegativeZeroError as bad:
-        raise refuse("has the number -0, which is no integer") from bad
+        raise refuse("has the number -0, which is not an integer") from bad
     except RecursionError as bad:
         raise refuse("is nested too deeply") from bad
     except json.JSONDecodeError as bad:
         at = len(text[: bad.pos].encode())
         raise refuse(f"is not JSON: {bad.msg}", at) from bad
     except ValueError as bad:  # Python refuses integers this long
-        raise refuse("has a number that no program can use") from bad
+        raise refuse("has a number of thousands of digits") from bad
     if type(value) is not dict:
         raise refuse(f"is not a JSON object but {_json_kind(value)}", 0)
     if "\\u" in text and not _encodable(value):

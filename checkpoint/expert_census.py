@@ -98,7 +98,7 @@ class ExpertCensus:
     def _take(self, rows: _Rows, number: str, part: str, tensor: HeaderTensor, shard: int) -> None:
         expert = int(number)
         if str(expert) != number or expert >= EXPERTS_MAX:
-            problem = f"{number[:40]} is no plain expert number below {EXPERTS_MAX}"
+            problem = f"{number[:40]} is not a plain expert number below {EXPERTS_MAX}"
             raise self._error(problem, shard, rows.layer, None, tensor.name)
         rows.add(expert, part, tensor, shard)
 

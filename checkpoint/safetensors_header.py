@@ -101,7 +101,7 @@ def header_length(start: bytes, file_bytes: int, path: Path) -> int:
             f"says its header has {length} bytes; the limit is {HEADER_BYTES_MAX}",
             path=path,
             offset=0,
-            advice=f"This is no safetensors file, or its start is damaged. {_REFETCH}",
+            advice=f"This is not a safetensors file, or its start is damaged. {_REFETCH}",
         )
     if LENGTH_BYTES + length > file_bytes:
         raise ShardError(
@@ -129,7 +129,7 @@ def parse_header(raw: bytes, file_bytes: int, path: Path) -> Header:
             f"the header does not start with '{{' but with {text[:1]!r}",
             path=path,
             offset=LENGTH_BYTES,
-            advice=f"This is no safetensors file, or its start is damaged. {_REFETCH}",
+            advice=f"This is not a safetensors file, or its start is damaged. {_REFETCH}",
         )
     if text.endswith(b"\0"):
         raise HeaderError(

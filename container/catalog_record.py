@@ -129,7 +129,9 @@ class CatalogRecord:
         payload_bytes, stored_bytes = inner.number("payload"), inner.number("stored")
         offset = inner.number("offset")
         if payload_bytes > stored_bytes or offset + stored_bytes > OFFSET_MAX:
-            raise inner.refuse("is no run of bytes: it holds less than its payload, or ends beyond every file")
+            raise inner.refuse(
+                "is not a range of bytes: it is shorter than its payload, or ends beyond every file"
+            )
         return CatalogExtent(
             inner.number("file", NUMBER_MAX), offset, payload_bytes, stored_bytes, bytes.fromhex(digest)
         )

@@ -251,7 +251,7 @@ def _check_references(manifest: Manifest) -> None:
     names = [*paths, *(shard.name for shard in manifest.source), *manifest.skipped, *manifest.unknown]
     for name in names:
         if not is_plain(name):
-            raise ValueError(f"{shown(name)} is no name of printable characters")
+            raise ValueError(f"{shown(name)} is not a name of printable characters")
 
 
 def _check_forms(manifest: Manifest) -> None:

@@ -253,13 +253,15 @@ def read_manifest(home: Path) -> Manifest:
     finished = is_there(path)
     if not finished and is_there(home / JOURNAL_NAME):
         raise IncompleteError(
-            "an unfinished repack", path=home, advice="Run the k3-repack command that began it again; it continues"
+            "holds an unfinished repack",
+            path=home,
+            advice="Run the k3-repack command that began it again; it continues",
         )
     if not finished:
         if not is_directory(home):
-            raise NotAContainerError("no such directory", path=home)
+            raise NotAContainerError("there is no such directory", path=home)
         hint = "A snapshot: repack it first with k3-repack" if is_there(home / "config.json") else None
-        raise NotAContainerError("no manifest.json here, so this is not a container", path=home, advice=hint)
+        raise NotAContainerError("is not a container: there is no manifest.json in it", path=home, advice=hint)
     return parse_manifest(_read_small(path), path)
 
 

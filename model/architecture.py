@@ -223,7 +223,7 @@ def parse_layers(text: str) -> range:
         raise ValueError(f"{text!r} is neither a number of layers (4) nor a range of layers (2-5)")
     chosen = range(int(match[1])) if match[2] is None else range(int(match[1]), int(match[2]) + 1)
     if len(chosen) == 0:
-        raise ValueError(f"{text!r} means no layer at all")
+        raise ValueError(f"{text!r} names no layer at all")
     return chosen
 
 

@@ -39,7 +39,7 @@ for _name, _bytes, _says, _why in (
     add(_name, _why, ConfigError, _says, _content, file=CONFIG)
 
 
-@attack(ConfigError, "at most 16777216 make sense", file=CONFIG)
+@attack(ConfigError, "more than the 16777216 allowed", file=CONFIG)
 def config_enormous(directory: Path) -> None:
     """Refused by its size, before it is read."""
     os.truncate(directory / CONFIG, (16 << 20) + 1)

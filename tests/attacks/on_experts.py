@@ -52,19 +52,19 @@ def expert_dtype_odd(directory: Path) -> None:
     reshard(directory, lambda tensors: replace(tensors, name, name, "I8", [32, 16], bytes(512)))
 
 
-@attack(ExpertError, "no plain expert number", tensor=f"{EXPERTS_1}02.w9")
+@attack(ExpertError, "not a plain expert number", tensor=f"{EXPERTS_1}02.w9")
 def expert_number_padded(directory: Path) -> None:
     """02 and 2 are one number and two names."""
     reshard(directory, lambda tensors: tensors.append((f"{EXPERTS_1}02.w9", "U8", [4], bytes(4))))
 
 
-@attack(ExpertError, "no plain expert number", tensor=f"{EXPERTS_1}٣.w9")
+@attack(ExpertError, "not a plain expert number", tensor=f"{EXPERTS_1}٣.w9")
 def expert_number_arabic(directory: Path) -> None:
     """Digits of another alphabet are digits for many programs."""
     reshard(directory, lambda tensors: tensors.append((f"{EXPERTS_1}٣.w9", "U8", [4], bytes(4))))
 
 
-@attack(ExpertError, "no plain expert number below", tensor=f"{EXPERTS_1}{10**30}.w9")
+@attack(ExpertError, "not a plain expert number below", tensor=f"{EXPERTS_1}{10**30}.w9")
 def expert_number_enormous(directory: Path) -> None:
     """A table sized by the largest number would take all memory."""
     reshard(directory, lambda tensors: tensors.append((f"{EXPERTS_1}{10**30}.w9", "U8", [4], bytes(4))))

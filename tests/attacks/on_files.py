@@ -194,7 +194,7 @@ def dangling_link(directory: Path) -> None:
     (directory / SHARD).symlink_to("../../blobs/" + 64 * "a")
 
 
-@attack(ShardError, "leads back to itself")
+@attack(ShardError, "is a loop of links")
 def link_to_itself(directory: Path) -> None:
     """A link in a circle."""
     (directory / SHARD).unlink()

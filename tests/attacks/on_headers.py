@@ -120,7 +120,7 @@ _text("deep_object", "The same with objects.", "nested too deeply", lambda h: b'
 _text(
     "huge_number",
     "A number of 20,000 digits.",
-    "number that no program can use",
+    "number of thousands of digits",
     lambda h: h.replace(b'"shape":[', b'"shape":[' + b"9" * 20_000 + b",", 1),
 )
 _text(

@@ -98,7 +98,7 @@ for _name, _shard, _says in (
     add(_name, _why, IndexFileError, _says, _point, file=INDEX, tensor=NORM_1)
 
 
-@attack(IndexFileError, "at most 1073741824 make sense", file=INDEX)
+@attack(IndexFileError, "more than the 1073741824 allowed", file=INDEX)
 def index_enormous(directory: Path) -> None:
     """An index larger than any model's: it is refused by its size, before it is read."""
     os.truncate(directory / INDEX, (1 << 30) + 1)

@@ -280,7 +280,7 @@ def _added(names: dict[str, str]) -> bytes:
     ).encode()
 
 
-@attack(SourceError, "make sense", file=RANKS, stage="model")
+@attack(SourceError, "allowed for this file", file=RANKS, stage="model")
 def vocabulary_enormous(directory: Path) -> None:
     """Refused by its size, before it is read."""
     os.truncate(directory / RANKS, (64 << 20) + 1)

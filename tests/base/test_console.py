@@ -295,7 +295,7 @@ def test_links_in_a_circle_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert caught.value.code == ExitCode.DRIVE
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "in a circle" in said
+    assert "a loop of links" in said
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor has one thread")

@@ -89,7 +89,7 @@ def test_a_range_beyond_the_end_is_an_error(file: Path, is_direct: bool, offset:
         opened.read(offset, length, aligned_buffer(span_bytes(offset, length)))
     assert caught.value.path == str(file)
     assert caught.value.offset == offset
-    assert f"{offset + length - SIZE} short" in caught.value.problem
+    assert f"{offset + length - SIZE} bytes too early" in caught.value.problem
 
 
 class ScriptedReads:
@@ -178,7 +178,7 @@ def test_a_file_that_shrinks_is_an_error_and_never_zeros(tmp_path: Path, is_dire
         path.write_bytes(CONTENT)
         with ReadFile(path, direct=is_direct) as opened:
             os.truncate(path, kept)
-            with pytest.raises(DriveError, match="ended while reading") as caught:
+            with pytest.raises(DriveError, match="ended while being read") as caught:
                 opened.read(0, 3 * PAGE_BYTES, aligned_buffer(3 * PAGE_BYTES))
             assert caught.value.offset is not None
             assert caught.value.offset <= kept

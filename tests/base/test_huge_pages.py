@@ -49,8 +49,10 @@ def test_what_is_refused_is_counted_in_whole_huge_pages() -> None:
     ended = subprocess.run([*BARRED, sys.executable, "-c", code], capture_output=True, text=True, check=True)
     counts, line = ended.stdout.splitlines()
     assert counts == "8 0 True"
-    assert line.startswith("huge pages: granted 0 B of 8.4 MB asked for; ")
-    assert line.endswith("Something has barred this process from them (PR_SET_THP_DISABLE): start it without")
+    assert line.startswith("huge pages: granted 0 B of 8.4 MB requested; ")
+    assert line.endswith(
+        "This process was started with huge pages disabled (PR_SET_THP_DISABLE): start it without"
+    )
 
 
 def test_a_kernel_that_does_not_tell_is_not_accused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -66,8 +68,8 @@ def test_a_kernel_that_does_not_tell_is_not_accused(monkeypatch: pytest.MonkeyPa
         (None, "always madvise [never]", "Set {}/enabled to madvise or always"),
         ("always [inherit] madvise never", "always madvise [never]", "Set {}/enabled to madvise or always"),
         ("always inherit madvise [never]", "[always] madvise never", "Set {}/hugepages-2048kB/enabled to madvise"),
-        ("[always] inherit madvise never", "always madvise [never]", "Memory is in pieces: free some"),
-        ("always [inherit] madvise never", "always [madvise] never", "Memory is in pieces: free some"),
+        ("[always] inherit madvise never", "always madvise [never]", "Memory is fragmented: free some"),
+        ("always [inherit] madvise never", "always [madvise] never", "Memory is fragmented: free some"),
     ],
 )
 def test_what_to_do_depends_on_what_stands_in_the_way(
@@ -84,4 +86,4 @@ def test_what_to_do_depends_on_what_stands_in_the_way(
 
 def test_a_kernel_without_huge_pages_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "_SETTINGS", tmp_path / "none")
-    assert "This kernel has none" in HugePages(4 * MB).line()
+    assert "This kernel has no huge pages" in HugePages(4 * MB).line()

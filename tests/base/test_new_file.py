@@ -44,7 +44,7 @@ def test_a_data_file_is_not_written_through_links_and_second_names(
 ) -> None:
     assert callable(plant)
     plant(victim, tmp_path / "layer.partial")
-    with pytest.raises(DriveError, match=r"link|second name") as caught:
+    with pytest.raises(DriveError, match=r"link") as caught:
         WriteFile(tmp_path / "layer.partial", 8192)
     assert caught.value.advice is not None
     assert victim.read_text() == "mine"

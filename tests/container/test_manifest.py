@@ -219,7 +219,7 @@ def test_names_are_printable_and_bounded(rendered: bytes, name: str) -> None:
         put(document, place, name)
 
     for place in NAMES:
-        with pytest.raises(ContainerError, match="no name of printable characters") as caught:
+        with pytest.raises(ContainerError, match="not a name of printable characters") as caught:
             parse_manifest(resealed(rendered, partial(change, place=place)), PATH)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 500
