@@ -5,7 +5,7 @@ keeps, for every token so far, the normalised latent and the shared "rope" colum
 configuration gives (latent_cache.py). Rows for `capacity` tokens are allocated at once, so that a timeline never
 grows and never moves. One session owns it and one thread writes it.
 
-A state file (docs/state_file.md) depends on none of this layout: `state_parts` lists the arrays, and `rows` and
+A state file (docs/state_file.md) depends on none of this layout: `state_tensors` lists the arrays, and `rows` and
 `put_rows` move their rows.
 """
 
@@ -31,7 +31,7 @@ _LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StateTensor:
     """One array of a layer's state in the form of a state file: rows along the first axis."""
 
     layer: int
@@ -67,13 +67,13 @@ class KdaState:
             _zeros(3, kda.conv_taps - 1, kda.width),
         )
 
-    def rows(self, part: str, start: int, stop: int) -> Array:
+    def rows(self, name: str, start: int, stop: int) -> Array:
         """Return rows [start, stop) of `memory` or `windows`."""
-        return (self.memory if part == "memory" else self.windows)[start:stop]
+        return (self.memory if name == "memory" else self.windows)[start:stop]
 
-    def put_rows(self, part: str, start: int, rows: Array) -> None:
+    def put_rows(self, name: str, start: int, rows: Array) -> None:
         """Set rows from `start` on."""
-        (self.memory if part == "memory" else self.windows)[start : start + len(rows)] = rows
+        (self.memory if name == "memory" else self.windows)[start : start + len(rows)] = rows
 
 
 @dataclass(slots=True)
@@ -101,14 +101,14 @@ class MlaState:
         self.latent[position:stop] = round_to_cache_type(latent, self.latent.dtype)
         self.rope[position:stop] = round_to_cache_type(rope, self.rope.dtype)
 
-    def rows(self, part: str, start: int, stop: int) -> Numbers:
+    def rows(self, name: str, start: int, stop: int) -> Numbers:
         """Return latent and rope columns of tokens [start, stop) as [tokens, latent + rope], a copy."""
-        assert part == "rows"
+        assert name == "rows"
         return np.concatenate((self.latent[start:stop], self.rope[start:stop]), axis=1)
 
-    def put_rows(self, part: str, start: int, rows: Numbers) -> None:
+    def put_rows(self, name: str, start: int, rows: Numbers) -> None:
         """Set rows that `rows` has returned, from token `start` on."""
-        assert part == "rows"
+        assert name == "rows"
         stop, latent = start + len(rows), self.latent.shape[1]
         self.latent[start:stop], self.rope[start:stop] = rows[:, :latent], rows[:, latent:]
 
@@ -125,12 +125,12 @@ class State:
         }
 
 
-def state_parts(config: ModelConfig, tokens: int) -> Iterator[Part]:
+def state_tensors(config: ModelConfig, tokens: int) -> Iterator[StateTensor]:
     """Yield every array of a state after `tokens` tokens, layers ascending."""
     kda, mla = config.kda, config.mla
     for layer in config.layers:
         if layer in config.kda_layers:
-            yield Part(layer, "memory", "F32", (kda.heads, kda.head_dim, kda.head_dim))
-            yield Part(layer, "windows", "F32", (3, kda.conv_taps - 1, kda.width))
+            yield StateTensor(layer, "memory", "F32", (kda.heads, kda.head_dim, kda.head_dim))
+            yield StateTensor(layer, "windows", "F32", (3, kda.conv_taps - 1, kda.width))
         else:
-            yield Part(layer, "rows", FORMS[mla.cache].tensor_dtype, (tokens, mla.latent + mla.rope))
+            yield StateTensor(layer, "rows", FORMS[mla.cache].tensor_dtype, (tokens, mla.latent + mla.rope))

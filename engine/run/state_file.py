@@ -24,7 +24,7 @@ from k3.base.regular_file import RegularFile
 from k3.checkpoint.safetensors_header import Header, build_header, header_length, parse_header
 from k3.engine.definition.latent_cache import FORMS
 from k3.engine.definition.model_options import ModelOptions
-from k3.engine.forward.state import Part, State, state_parts
+from k3.engine.forward.state import State, StateTensor, state_tensors
 from k3.model.architecture import ModelConfig
 from k3.model.identity import ModelIdentity
 from k3.model.keys import tensor_bytes
@@ -106,13 +106,13 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One tensor of the file and its padding. `part` is the array of the state; None for tokens and logits."""
+    """One tensor of the file and its padding. `tensor` is its array in the state; None for tokens and logits."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    part: Part | None
+    tensor: StateTensor | None
 
     @property
     def payload_bytes(self) -> int:
@@ -140,17 +140,17 @@ class StateLayout:
     @classmethod
     def of(cls, binding: Binding, config: ModelConfig, tokens: int, taken: int, prompt: PromptForm) -> StateLayout:
         """Return the layout for `tokens` tokens, of which `taken` have been taken in. Pure."""
-        parts: list[tuple[str, str, tuple[int, ...], Part | None]] = [
+        tensors: list[tuple[str, str, tuple[int, ...], StateTensor | None]] = [
             ("tokens", "I32", (tokens,), None),
             ("logits", "F32", (config.vocab,), None),
         ]
-        for part in state_parts(config, taken):
-            parts.append((f"layers.{part.layer}.{part.name}", part.dtype, part.shape, part))
+        for tensor in state_tensors(config, taken):
+            tensors.append((f"layers.{tensor.layer}.{tensor.name}", tensor.dtype, tensor.shape, tensor))
         entries: list[tuple[str, str, tuple[int, ...]]] = []
         sections = []
         position = pads = 0
-        for name, dtype, shape, part_or_none in parts:
-            section = Section(name, dtype, shape, position, part_or_none)
+        for name, dtype, shape, tensor_or_none in tensors:
+            section = Section(name, dtype, shape, position, tensor_or_none)
             entries.append((name, dtype, shape))
             padding = section.stored_bytes - section.payload_bytes
             if padding:
@@ -243,8 +243,8 @@ class SavedState:
         logits = np.empty(self._config.vocab, np.float32)
         self._fill(1, logits)
         for number, section in enumerate(self._layout.sections):
-            if section.part is not None:
-                self._fill_rows(number, section, section.part, state)
+            if section.tensor is not None:
+                self._fill_rows(number, section, section.tensor, state)
         state.position = self.taken
         return logits
 
@@ -321,16 +321,16 @@ class SavedState:
         self._check_digest(number, section, digest(data))
         into[...] = _parsed(section, data[: section.payload_bytes])
 
-    def _fill_rows(self, number: int, section: Section, part: Part, state: State) -> None:
+    def _fill_rows(self, number: int, section: Section, tensor: StateTensor, state: State) -> None:
         """Read a section block by block into the layer that it belongs to."""
         hasher, offset = Hasher(), self._layout.start(section)
         row_bytes = section.payload_bytes // section.shape[0]
-        target = state.layers[part.layer]
+        target = state.layers[tensor.layer]
         for row in range(0, section.shape[0], section.block_rows):
             count = min(section.block_rows, section.shape[0] - row)
             data = self._read(offset + row * row_bytes, count * row_bytes)
             hasher.update(data)
-            target.put_rows(part.name, row, _parsed(section, data).reshape(count, *section.shape[1:]))
+            target.put_rows(tensor.name, row, _parsed(section, data).reshape(count, *section.shape[1:]))
         padding = section.stored_bytes - section.payload_bytes
         hasher.update(self._read(offset + section.payload_bytes, padding))
         self._check_digest(number, section, hasher.digest())
@@ -338,7 +338,7 @@ class SavedState:
     def _check_digest(self, number: int, section: Section, found: bytes) -> None:
         if found != self._digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]:
             raise self._damage(
-                "the bytes do not match their digest", section.name, section.part, self._layout.start(section)
+                "the bytes do not match their digest", section.name, section.tensor, self._layout.start(section)
             )
 
     def _read(self, offset: int, length: int) -> bytes:
@@ -348,13 +348,13 @@ class SavedState:
             raise self._damage(error.problem, offset=error.offset) from error
 
     def _damage(
-        self, problem: str, tensor: str | None = None, part: Part | None = None, offset: int | None = None
+        self, problem: str, name: str | None = None, tensor: StateTensor | None = None, offset: int | None = None
     ) -> DamageError:
         return DamageError(
             f"the state cannot be used: {problem}",
             path=self.path,
-            tensor=tensor,
-            layer=None if part is None else part.layer,
+            tensor=name,
+            layer=None if tensor is None else tensor.layer,
             offset=offset,
             advice=f"Restore it from a copy. {_START_ANEW}",
         )
@@ -364,11 +364,11 @@ def _blocks(section: Section, state: State, given: Array | None) -> Iterator[byt
     """Yield the bytes of a section in blocks, the padding last."""
     for start in range(0, section.shape[0], section.block_rows):
         stop = min(start + section.block_rows, section.shape[0])
-        if section.part is None:
+        if section.tensor is None:
             assert given is not None
             rows = given[start:stop]
         else:
-            rows = state.layers[section.part.layer].rows(section.part.name, start, stop)
+            rows = state.layers[section.tensor.layer].rows(section.tensor.name, start, stop)
         yield rows.astype(_DTYPES[section.dtype], copy=False).tobytes()
     yield bytes(section.stored_bytes - section.payload_bytes)
 

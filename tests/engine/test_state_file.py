@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from k3.base.checksum import digest
 from k3.base.errors import DamageError, DriveError, K3Error, ResumeError, UnsupportedError, VersionError
 from k3.engine.definition.state_size import kda_bytes
-from k3.engine.forward.state import State, state_parts
+from k3.engine.forward.state import State, state_tensors
 from k3.engine.run import state_file
 from k3.engine.run.session import Session
 from k3.engine.run.state_file import NUMERICS, Binding, PromptForm, SavedState, StateLayout, write_state
@@ -42,17 +42,17 @@ def small_config(heads: int = 1, width: int = 2, taps: int = 2, latent: int = 3,
 def filled(config: ModelConfig, capacity: int, taken: int, dice: np.random.Generator) -> State:
     """A state of random bits: any float32 there is, NaNs and subnormal ones too."""
     state = State(config, capacity)
-    for part in state_parts(config, taken):
-        bits = dice.integers(0, 1 << 32, part.shape, dtype=np.uint32)
-        state.layers[part.layer].put_rows(part.name, 0, bits.view(np.float32))
+    for tensor in state_tensors(config, taken):
+        bits = dice.integers(0, 1 << 32, tensor.shape, dtype=np.uint32)
+        state.layers[tensor.layer].put_rows(tensor.name, 0, bits.view(np.float32))
     state.position = taken
     return state
 
 
 def rows_of(state: State, config: ModelConfig) -> list[bytes]:
     return [
-        state.layers[part.layer].rows(part.name, 0, part.shape[0]).tobytes()
-        for part in state_parts(config, state.position)
+        state.layers[tensor.layer].rows(tensor.name, 0, tensor.shape[0]).tobytes()
+        for tensor in state_tensors(config, state.position)
     ]
 
 
