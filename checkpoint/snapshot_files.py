@@ -24,7 +24,7 @@ from k3.model.model_config import CONFIG_BYTES_MAX, CONFIG_NAME, parse_config
 
 SINGLE_NAME = "model.safetensors"
 SMALL_FILE_BYTES_MAX = 64 << 20
-_COMPARE_CHUNK_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 _ONE_COPY = "Keep one of them, or make them equal"
 
 
@@ -193,8 +193,8 @@ def _equal(one: Path, other: Path, max_bytes: int, error: type[K3Error]) -> bool
     with RegularFile(one, missing=error) as left, RegularFile(other, missing=error) as right:
         if left.size_bytes != right.size_bytes or left.size_bytes > max_bytes:
             return False
-        for offset in range(0, left.size_bytes, _COMPARE_CHUNK_BYTES):
-            length = min(_COMPARE_CHUNK_BYTES, left.size_bytes - offset)
+        for offset in range(0, left.size_bytes, _READ_BYTES):
+            length = min(_READ_BYTES, left.size_bytes - offset)
             if left.read(offset, length) != right.read(offset, length):
                 return False
     return True

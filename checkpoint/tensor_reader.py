@@ -23,7 +23,7 @@ from k3.model.k3_tensors import REAL_DTYPES
 from k3.model.keys import Encoding
 from k3.model.model_source import EncodedTensor
 
-BLOCK_BYTES = 32 << 20
+ROWS_BYTES = 32 << 20
 """Source bytes that are read and quantized at once (at least one row)."""
 
 
@@ -55,33 +55,33 @@ def _read_encoded(file: RegularFile, tensor: SourceTensor, encoding: Encoding) -
     data, *more = [np.empty(shape, NUMPY_DTYPES[dtype]) for dtype, shape in arrays]
     scales = more[0] if more else None
     row_bytes = tensor.nbytes // max(rows, 1)
-    step = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    step = max(1, ROWS_BYTES // max(row_bytes, 1))
     for first in range(0, rows, step):
-        block = np.empty((min(step, rows - first), columns), NUMPY_DTYPES[tensor.dtype])
-        _fill(file, tensor.offset + first * row_bytes, block)
-        last = first + len(block)
+        weights = np.empty((min(step, rows - first), columns), NUMPY_DTYPES[tensor.dtype])
+        _fill(file, tensor.offset + first * row_bytes, weights)
+        last = first + len(weights)
         if encoding is Encoding.F32:
-            data[first:last] = kernels.widen(block)
+            data[first:last] = kernels.widen(weights)
             continue
         assert scales is not None
-        data[first:last], scales[first:last] = _quantize(block, encoding, file.path, tensor, first)
+        data[first:last], scales[first:last] = _quantize(weights, encoding, file.path, tensor, first)
     return EncodedTensor(tensor.name, encoding, tensor.dtype, tensor.shape, data, scales)
 
 
 def _quantize(
-    block: npt.NDArray[Any], encoding: Encoding, path: Path, tensor: SourceTensor, first_row: int
+    weights: npt.NDArray[Any], encoding: Encoding, path: Path, tensor: SourceTensor, first_row: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
     try:
         if encoding is Encoding.INT8:
-            return kernels.quantize_int8(block)
-        return kernels.quantize_int4(block)
+            return kernels.quantize_int8(weights)
+        return kernels.quantize_int4(weights)
     except kernels.NonFiniteError as error:
         row = first_row + error.row
         raise QuantizeError(
             f"the weight in row {row}, column {error.column} is {error.value}",
             path=path,
             tensor=tensor.name,
-            offset=tensor.offset + (row * tensor.shape[1] + error.column) * block.itemsize,
+            offset=tensor.offset + (row * tensor.shape[1] + error.column) * weights.itemsize,
             advice="The shard is damaged: compare it with its published SHA-256 and fetch it again",
         ) from error
 

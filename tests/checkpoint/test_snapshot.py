@@ -127,11 +127,11 @@ def test_names_that_are_not_there_are_not_made_up(sound: Path) -> None:
         snapshot.expert_extents(0, 0)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 100, 1 << 30])
+@pytest.mark.parametrize("rows_bytes", [1, 100, 1 << 30])
 def test_tensors_are_stored_by_the_recipe_with_the_bytes_of_the_kernels(
-    sound: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    sound: Path, rows_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_reader, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tensor_reader, "ROWS_BYTES", rows_bytes)
     recipe = Recipe(bits=8, mla_bits=4, head_bits=32)
     raw, stored = Snapshot.open([sound]), Snapshot.open([sound], recipe=recipe)
     seen = set()
@@ -161,7 +161,7 @@ def test_tensors_are_stored_by_the_recipe_with_the_bytes_of_the_kernels(
 
 
 def test_a_weight_that_is_not_finite_is_found_where_it_lies(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_reader, "BLOCK_BYTES", 100)  # not in the first block of rows
+    monkeypatch.setattr(tensor_reader, "ROWS_BYTES", 100)  # not in the first read
     name = "language_model.model.layers.1.self_attn.q_proj.weight"
     tensor = Snapshot.open([sound]).tensors[name]
     with (sound / SHARD).open("r+b") as file:
