@@ -30,9 +30,9 @@ _Kind = tuple[str, str, tuple[int, ...]]  # part name, dtype, shape
 class _Rows:
     """The expert tensors of one layer in the order of their arrival: each column has one number per tensor."""
 
-    def __init__(self, layer: int, block: str) -> None:
+    def __init__(self, layer: int, prefix: str) -> None:
         self.layer = layer
-        self.block = block
+        self.prefix = prefix
         self.kinds: dict[_Kind, int] = {}
         self.nbytes: list[int] = []  # by kind
         self.experts = array("i")
@@ -59,7 +59,7 @@ class ExpertCensus:
         """Begin without tensors. `shards` may grow while tensors are added; it is used for messages."""
         self._shards = shards
         self._layers: dict[int, _Rows] = {}
-        self._blocks: dict[str, _Rows] = {}  # by the part of the name before ".experts."
+        self._by_prefix: dict[str, _Rows] = {}  # by the part of the name before ".experts."
 
     def add(self, tensor: HeaderTensor, shard: int) -> bool:
         """Add `tensor` and return True if it belongs to a routed expert, else return False.
@@ -67,10 +67,10 @@ class ExpertCensus:
         Raises ExpertError when a layer has two groups of experts, or for an id that is not plain decimal.
         """
         before, _, after = tensor.name.partition(_MARK)
-        rows = self._blocks.get(before)
+        rows = self._by_prefix.get(before)
         if rows is not None:
             number, _, part = after.partition(".")
-            # Avoids the regular expression, with the same result for names without a second block.
+            # Avoids the regular expression, with the same result for names with one "layers" and one "experts".
             if number.isdecimal() and part and "layers" not in part and "experts" not in part:
                 self._take(rows, number, part, tensor, shard)
                 return True
@@ -78,13 +78,13 @@ class ExpertCensus:
         if name is None:
             return False
         layer = name.key.layer
-        rows = self._layers.setdefault(layer, _Rows(layer, name.block))
-        if rows.block != name.block:
-            problem = f"the layer has two groups of experts, {rows.block} and {name.block}"
+        rows = self._layers.setdefault(layer, _Rows(layer, name.prefix))
+        if rows.prefix != name.prefix:
+            problem = f"the layer has two groups of experts, {rows.prefix} and {name.prefix}"
             raise self._error(problem, shard, layer, name.key.expert, tensor.name)
-        if name.block.endswith(_MARK[:-1]):
-            self._blocks[name.block.removesuffix(_MARK[:-1])] = rows
-        number = tensor.name[len(name.block) + 1 :].partition(".")[0]
+        if name.prefix.endswith(_MARK[:-1]):
+            self._by_prefix[name.prefix.removesuffix(_MARK[:-1])] = rows
+        number = tensor.name[len(name.prefix) + 1 :].partition(".")[0]
         self._take(rows, number, name.part, tensor, shard)
         return True
 
@@ -130,12 +130,12 @@ class ExpertCensus:
         if len(missing):
             expert = int(missing[0])
             problem = f"the expert is missing; the layer has {len(present)} of {max(count, int(present[-1]) + 1)}"
-            raise self._error(problem, rows.shards[0], rows.layer, expert, f"{rows.block}.{expert}")
+            raise self._error(problem, rows.shards[0], rows.layer, expert, f"{rows.prefix}.{expert}")
         if len(present) > count:
             extra = int(present[count])
             at = int(np.argmax(experts == extra))
             problem = f"the configuration has {count} experts, the layer {len(present)}"
-            raise self._error(problem, rows.shards[at], rows.layer, extra, f"{rows.block}.{extra}")
+            raise self._error(problem, rows.shards[at], rows.layer, extra, f"{rows.prefix}.{extra}")
         return count
 
     def _usual(self, rows: _Rows, has: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -161,13 +161,13 @@ class ExpertCensus:
         shard = rows.shards[rows.experts.index(expert)]
         for part in sorted(wanted.keys() - own.keys()):
             problem = f"the expert has {len(own)} of {len(wanted)} tensors; {part} is missing"
-            return self._error(problem, shard, rows.layer, expert, f"{rows.block}.{expert}.{part}")
+            return self._error(problem, shard, rows.layer, expert, f"{rows.prefix}.{expert}.{part}")
         for part in sorted(own.keys() - wanted.keys()):
             problem = f"the expert has a tensor that the others do not have, {part}"
-            return self._error(problem, shard, rows.layer, expert, f"{rows.block}.{expert}.{part}")
+            return self._error(problem, shard, rows.layer, expert, f"{rows.prefix}.{expert}.{part}")
         part = min(part for part in own if own[part] != wanted[part])
         problem = "the tensor is {} {}, but {} {} in most experts".format(*own[part][1:], *wanted[part][1:])
-        return self._error(problem, shard, rows.layer, expert, f"{rows.block}.{expert}.{part}")
+        return self._error(problem, shard, rows.layer, expert, f"{rows.prefix}.{expert}.{part}")
 
     def _error(self, problem: str, shard: int, layer: int, expert: int | None, tensor: str) -> ExpertError:
         return ExpertError(
@@ -186,4 +186,4 @@ def _layout(rows: _Rows, by_name: Sequence[tuple[_Kind, int]]) -> ExpertLayout:
     for (name, dtype, shape), number in by_name:
         parts.append(ExpertPart(name, dtype, shape, offset, rows.nbytes[number]))
         offset += rows.nbytes[number]
-    return ExpertLayout(rows.block, tuple(parts))
+    return ExpertLayout(rows.prefix, tuple(parts))

@@ -57,7 +57,7 @@ class ExpertTable:
 
     def find(self, name: ExpertName) -> SourceTensor | None:
         """Return the tensor of this name, None when the layer has none."""
-        if name.block != self.layout.block or not 0 <= name.key.expert < self.count:
+        if name.prefix != self.layout.prefix or not 0 <= name.key.expert < self.count:
             return None
         for column, part in enumerate(self.layout.parts):
             if part.name == name.part:
@@ -68,7 +68,7 @@ class ExpertTable:
         """Yield the names of all tensors, by expert, then part."""
         for expert in range(self.count):
             for part in self.layout.parts:
-                yield f"{self.layout.block}.{expert}.{part.name}"
+                yield f"{self.layout.prefix}.{expert}.{part.name}"
 
     def in_shard(self, shard: int) -> Iterator[SourceTensor]:
         """Yield the layer's tensors in one shard, by expert, then part."""
@@ -78,7 +78,7 @@ class ExpertTable:
     def _tensor(self, expert: int, column: int) -> SourceTensor:
         part = self.layout.parts[column]
         return SourceTensor(
-            f"{self.layout.block}.{expert}.{part.name}",
+            f"{self.layout.prefix}.{expert}.{part.name}",
             part.dtype,
             part.shape,
             int(self.shards[expert, column]),

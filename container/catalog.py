@@ -57,7 +57,7 @@ class CatalogLayer:
     layout: ExpertLayout
 
 
-def expert_layout(block: str, parts: Iterable[tuple[str, str, tuple[int, ...]]]) -> ExpertLayout:
+def expert_layout(prefix: str, parts: Iterable[tuple[str, str, tuple[int, ...]]]) -> ExpertLayout:
     """Return the layout of parts given as (name, dtype, shape) in payload order.
 
     Offsets follow from the sizes. Raises KeyError for an unknown dtype.
@@ -68,7 +68,7 @@ def expert_layout(block: str, parts: Iterable[tuple[str, str, tuple[int, ...]]])
         nbytes = tensor_bytes(dtype, shape)
         built.append(ExpertPart(name, dtype, shape, offset, nbytes))
         offset += nbytes
-    return ExpertLayout(block, tuple(built))
+    return ExpertLayout(prefix, tuple(built))
 
 
 def write_catalog(
@@ -122,7 +122,7 @@ def _write_catalog(
                     {"name": part.name, "dtype": part.dtype, "shape": list(part.shape)}
                     for part in entry.layout.parts
                 ]
-                value = {"block": entry.layout.block, "experts": entry.experts, "parts": parts}
+                value = {"block": entry.layout.prefix, "experts": entry.experts, "parts": parts}
                 _append(transaction, handles[b"layers"], NUMBER_KEY.pack(entry.layer), _json(value))
             for layer, expert, record in experts:
                 _append(transaction, handles[b"experts"], EXPERT_KEY.pack(layer, expert), record)

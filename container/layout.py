@@ -115,11 +115,11 @@ def expert_file_layout(layout: ExpertLayout, experts: int, pieces: Sequence[Expe
     assert len(mine) == 1
     if len(pieces) == 1:
         return FileLayout(
-            [(f"{layout.block}.{expert}.{part.name}", part.dtype, part.shape) for part in layout.parts]
+            [(f"{layout.prefix}.{expert}.{part.name}", part.dtype, part.shape) for part in layout.parts]
             for expert in range(experts)
         )
     shape = (mine[0].payload_bytes,)
-    return FileLayout([(f"{layout.block}.{expert}.piece.{root}", "U8", shape)] for expert in range(experts))
+    return FileLayout([(f"{layout.prefix}.{expert}.piece.{root}", "U8", shape)] for expert in range(experts))
 
 
 def pack_piece(file: int, offset: int, payload_bytes: int, stored_bytes: int, digest: bytes) -> bytes:

@@ -22,7 +22,7 @@ DTYPE_BITS: dict[str, int] = {
 }  # fmt: skip
 """Bits per element of every safetensors dtype that is accepted. Any other dtype is refused."""
 
-_EXPERT = re.compile(r"^(?P<block>.*\blayers\.(?P<layer>\d+)\..*?\bexperts)\.(?P<expert>\d+)\.(?P<part>.+)$")
+_EXPERT = re.compile(r"^(?P<prefix>.*\blayers\.(?P<layer>\d+)\..*?\bexperts)\.(?P<expert>\d+)\.(?P<part>.+)$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -45,9 +45,9 @@ class ExpertKey:
 
 @dataclass(frozen=True, slots=True)
 class ExpertName:
-    """The components of a routed expert's tensor name, `{block}.{expert}.{part}`."""
+    """The components of a routed expert's tensor name, `{prefix}.{expert}.{part}`."""
 
-    block: str
+    prefix: str
     key: ExpertKey
     part: str
 
@@ -88,7 +88,7 @@ class ExpertPart:
 class ExpertLayout:
     """The layout of the payload of every expert of one layer: its parts in order, without gaps."""
 
-    block: str  # name prefix up to and including ".experts"
+    prefix: str  # of the names, up to and including ".experts"
     parts: tuple[ExpertPart, ...]
 
     @property
@@ -110,7 +110,7 @@ def parse_expert_name(name: str) -> ExpertName | None:
     if match is None:
         return None
     key = ExpertKey(int(match["layer"]), int(match["expert"]))
-    return ExpertName(match["block"], key, match["part"])
+    return ExpertName(match["prefix"], key, match["part"])
 
 
 def layer_of(name: str) -> int | None:

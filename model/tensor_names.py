@@ -242,7 +242,7 @@ def _check_part(part: ExpertPart, shape: Shape, layout: ExpertLayout, layer: int
             f"expert tensor is {part.dtype} {list(part.shape)} where the configuration gives "
             f"{' or '.join(dtypes)} {list(shape)}",
             path=path,
-            tensor=f"{layout.block}.0.{part.name}",
+            tensor=f"{layout.prefix}.0.{part.name}",
             layer=layer,
             advice="config.json or the shard belongs to another model",
         )

@@ -87,7 +87,7 @@ class CompareDestination:
         """Compare an expert's pieces, each with what its root holds."""
         found = self._extents(key)
         spans = self._plan.expert_spans(key)
-        name = self._plan.layers[key.layer].layout.block + f".{key.expert}"
+        name = self._plan.layers[key.layer].layout.prefix + f".{key.expert}"
         if not self._same_places(found, spans, key):
             pool.give(buffer)
             return

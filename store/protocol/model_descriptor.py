@@ -90,7 +90,7 @@ class ModelDescriptor:
                 {
                     "layer": number,
                     "experts": layer.experts,
-                    "block": layer.layout.block,
+                    "block": layer.layout.prefix,
                     "parts": [
                         {"name": part.name, "dtype": part.dtype, "shape": part.shape}
                         for part in layer.layout.parts

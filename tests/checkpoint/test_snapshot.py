@@ -98,7 +98,7 @@ def test_every_byte_is_found_where_the_snapshot_says(tmp_path: Path, changes: di
         assert [part.name for part in layout.parts] == sorted(part.name for part in layout.parts)
         assert snapshot.expert_count(layer) == model.experts
         for expert in range(model.experts):
-            expected = b"".join(truth[f"{layout.block}.{expert}.{part.name}"][2] for part in layout.parts)
+            expected = b"".join(truth[f"{layout.prefix}.{expert}.{part.name}"][2] for part in layout.parts)
             assert payload(snapshot, layer, expert) == expected
             assert len(expected) == layout.payload_bytes
             if model.expert_order != "scattered" and model.shards_per_layer == 1:
@@ -107,17 +107,17 @@ def test_every_byte_is_found_where_the_snapshot_says(tmp_path: Path, changes: di
 
 def test_names_that_are_not_there_are_not_made_up(sound: Path) -> None:
     snapshot = Snapshot.open([sound])
-    block = snapshot.expert_layout(1).block
-    assert f"{block}.3.w1.weight_packed" in snapshot.tensors
+    prefix = snapshot.expert_layout(1).prefix
+    assert f"{prefix}.3.w1.weight_packed" in snapshot.tensors
     for name in (
         "",
         "lm_head.weight",
-        f"{block}.4.w1.weight_packed",
-        f"{block}.03.w1.weight_packed",
-        f"{block}.3.w4",
+        f"{prefix}.4.w1.weight_packed",
+        f"{prefix}.03.w1.weight_packed",
+        f"{prefix}.3.w4",
     ):
         assert name not in snapshot.tensors
-    for name in ("lm_head.weight", f"{block}.3.w1.weight_packed"):
+    for name in ("lm_head.weight", f"{prefix}.3.w1.weight_packed"):
         with pytest.raises(KeyError):
             snapshot.read_tensor(name)
     for expert in (-1, 4, 10**6):

@@ -70,7 +70,7 @@ def test_what_is_an_expert_is_decided_as_for_names_everywhere_else(names: list[s
             assert taken == (parsed is not None)
             if parsed is not None:
                 rows = census._layers[parsed.key.layer]
-                assert rows.block == parsed.block
+                assert rows.prefix == parsed.prefix
                 assert rows.experts[-1] == parsed.key.expert
                 assert list(rows.kinds)[rows.kind[-1]][0] == parsed.part
 

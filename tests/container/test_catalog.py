@@ -30,7 +30,7 @@ from k3.model.keys import DTYPE_BITS, Encoding
 from tests.support.mounts import small_tmpfs
 
 Table: TypeAlias = dict[int, tuple[str, list[tuple[str, str, tuple[int, ...]]], list[list[CatalogExtent]]]]
-"""Of each layer: the name of its block, its parts, and the extents of each expert."""
+"""Of each layer: the prefix of its experts' names, its parts, and the extents of each expert."""
 
 _digests = st.binary(min_size=16, max_size=16)
 _sizes = st.integers(0, 2**48)
@@ -64,8 +64,8 @@ def write(
     path: Path, files: list[DataFile], table: Table, tensors: list[CatalogTensor], expected_bytes: int = 1 << 20
 ) -> None:
     layers = [
-        CatalogLayer(number, len(experts), expert_layout(block, parts))
-        for number, (block, parts, experts) in sorted(table.items())
+        CatalogLayer(number, len(experts), expert_layout(prefix, parts))
+        for number, (prefix, parts, experts) in sorted(table.items())
     ]
     records = [
         (number, expert, packed(extents))
@@ -88,8 +88,8 @@ def test_what_is_written_is_read_and_equal_content_is_an_equal_file(
     layers = reader.layers()
     assert list(layers) == sorted(table)
     wanted = []
-    for number, (block, parts, experts) in sorted(table.items()):
-        assert layers[number] == CatalogLayer(number, len(experts), expert_layout(block, parts))
+    for number, (prefix, parts, experts) in sorted(table.items()):
+        assert layers[number] == CatalogLayer(number, len(experts), expert_layout(prefix, parts))
         for expert, extents in enumerate(experts):
             assert reader.expert(number, expert) == extents
             wanted.append((number, expert, extents))

@@ -128,9 +128,9 @@ def test_expert_files_hold_what_the_cut_says(shares: tuple[int, ...]) -> None:
         assert [(p, s) for _, p, s in built.extents] == [(piece.payload_bytes, piece.stored_bytes)] * 4
         names = [name for name in json.loads(built.header[8:]) if not name.startswith("__pad__")]
         if len(pieces) == 1:
-            assert names == [f"{layout.block}.{e}.{name}" for e in range(4) for name, *_ in parts]
+            assert names == [f"{layout.prefix}.{e}.{name}" for e in range(4) for name, *_ in parts]
         else:
-            assert names == [f"{layout.block}.{e}.piece.{piece.root}" for e in range(4)]
+            assert names == [f"{layout.prefix}.{e}.piece.{piece.root}" for e in range(4)]
 
 
 def test_real_experts_have_no_padding() -> None:

@@ -43,8 +43,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A container of the real size: its data files are holes, its catalog and manifest are whole."""
     place = tmp_path_factory.mktemp("k3")
     directories = [place / "home", place / "a", place / "b"]
-    block = "language_model.model.layers.{}.block_sparse_moe.experts"
-    layouts = {layer: expert_layout(block.format(layer), PARTS) for layer in LAYERS}
+    prefix = "language_model.model.layers.{}.block_sparse_moe.experts"
+    layouts = {layer: expert_layout(prefix.format(layer), PARTS) for layer in LAYERS}
     payload = layouts[1].payload_bytes
     assert payload == 17_547_264
     pieces = cut_expert(payload, SHARES)

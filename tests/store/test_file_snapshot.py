@@ -28,7 +28,7 @@ def true_payloads(snapshot: Snapshot) -> dict[ExpertKey, bytes]:
     for layer in snapshot.expert_layers():
         layout = snapshot.expert_layout(layer)
         for expert in range(snapshot.expert_count(layer)):
-            names = [f"{layout.block}.{expert}.{part.name}" for part in layout.parts]
+            names = [f"{layout.prefix}.{expert}.{part.name}" for part in layout.parts]
             payloads[ExpertKey(layer, expert)] = b"".join(tensors[name] for name in names)
     return payloads
 

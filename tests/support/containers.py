@@ -195,7 +195,7 @@ class _Builder:
         layout = self.layouts[layer]
         order = sorted(range(self.experts), key=str)
         entries = [
-            (f"{layout.block}.{e}.{part.name}", part.dtype, part.shape) for e in order for part in layout.parts
+            (f"{layout.prefix}.{e}.{part.name}", part.dtype, part.shape) for e in order for part in layout.parts
         ]
         header = build_header([("a.weight", "BF16", (37,)), *entries], align=8)
         data = bytearray(header + self.noise(74))
