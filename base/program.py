@@ -28,7 +28,7 @@ _ADVICE = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n)",
     errno.ENFILE: "Raise the limit of open files of this machine (fs.file-max)",
     errno.EACCES: "Check the permissions of the installation",
-    errno.EIO: "The drive of the installation reports a fault; look at its health (dmesg, smartctl)",
+    errno.EIO: "The drive of the installation reports a fault; check its health (dmesg, smartctl)",
 }
 
 
@@ -39,7 +39,7 @@ def start(module: str) -> NoReturn:
     refuses ends it with a line and 9 (memory) or 6 (anything else), one that fails otherwise with a traceback and
     70. The command itself is guarded by `cli_support.Command`.
     """
-    catches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so for a job in the background
+    catches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # false in a background job
     try:
         if catches:  # an exception inside an import could be swallowed, or shown by a library as "ignored"
             signal.signal(signal.SIGINT, _leave)
@@ -78,7 +78,7 @@ def _imported(module: str) -> Any:
         place = getattr(error, "filename", None) or getattr(error, "path", None)
         _end(
             f"error: the program cannot be loaded: {os.strerror(number)}{f' (file {place})' if place else ''}. "
-            + _ADVICE.get(number, "Look at the place where it is installed, or install it anew"),
+            + _ADVICE.get(number, "Check the directory in which it is installed, or install it again"),
             _UNSUPPORTED if number == errno.ENOMEM else _DRIVE,
         )
 

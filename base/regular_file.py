@@ -89,7 +89,7 @@ class RegularFile:
             try:
                 os.close(descriptor)
             except InterruptedError:
-                return  # Linux has closed the descriptor before it says so
+                return  # Linux has freed the descriptor by then
             except OSError as error:
                 raise drive_error("cannot close", error, self.path) from error
 

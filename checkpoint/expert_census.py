@@ -144,7 +144,7 @@ class ExpertCensus:
         Raises ExpertError when an expert differs from most.
         """
         variants, votes = np.unique(has, axis=0, return_counts=True)
-        # With equal votes the richer one wins: a missing part is likelier than an invented one.
+        # With equal votes the variant with more tensors wins: a missing one is likelier than a surplus one.
         winner = max(range(len(votes)), key=lambda number: (votes[number], variants[number].sum()))
         usual: npt.NDArray[np.bool_] = variants[winner]
         if len(variants) > 1:

@@ -43,10 +43,12 @@ def snapshot_directory(path: Path) -> Path:
     if len(revisions) == 1:
         return revisions_in / revisions[0]
     if not revisions:
-        raise SourceError("holds no revision", path=revisions_in, advice="Download the model first")
+        raise SourceError(
+            "there is no revision in this folder", path=revisions_in, advice="Download the model first"
+        )
     main = revisions_in.parent / "refs" / "main"
     raise SourceError(
-        f"holds {len(revisions)} revisions: {_listed(revisions)}",
+        f"there are {len(revisions)} revisions in this folder: {_listed(revisions)}",
         path=revisions_in,
         advice=f"Name the folder of one revision; {main} says which is the newest that was asked for",
     )

@@ -294,7 +294,7 @@ def _check_cover(tensors: tuple[HeaderTensor, ...], header_bytes: int, file_byte
     for tensor in tensors:
         if tensor.offset != cursor:
             if tensor.offset < cursor:
-                problem = f"overlaps tensor {shown(before)} by {cursor - tensor.offset} bytes"
+                problem = f"the tensor overlaps tensor {shown(before)} by {cursor - tensor.offset} bytes"
             else:
                 problem = f"the {tensor.offset - cursor} bytes before this tensor belong to none"
             raise HeaderError(problem, path=path, tensor=tensor.name, offset=tensor.offset, advice=_REFETCH)

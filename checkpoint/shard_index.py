@@ -55,7 +55,7 @@ def parse_index(data: bytes, path: Path) -> ShardIndex:
     for tensor, shard in weight_map.items():
         if type(shard) is not str:
             raise IndexFileError(
-                f"the index names no file but {shown(shard)}",
+                f"the index has {shown(shard)} where a file name is expected",
                 path=path,
                 tensor=shown_name(tensor),
                 advice=_REFETCH,

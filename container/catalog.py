@@ -194,7 +194,7 @@ class CatalogReader:
             raise DamageError("catalog is empty", path=path, advice=_RESTORE)
         tree = PageTree(data, path)
         if tree.sound_meta_pages < 2:
-            raise DamageError("a meta page of the catalog is not sound", path=path, advice=_RESTORE)
+            raise DamageError("a meta page of the catalog is not valid", path=path, advice=_RESTORE)
         self._databases: dict[bytes, Database] = {}
         for name in _DATABASES:
             database = tree.database(name)

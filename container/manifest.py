@@ -264,4 +264,4 @@ def _check_forms(manifest: Manifest) -> None:
     forms += [("digest", digest, _DIGEST) for digest in digests if digest is not None]
     for what, value, form in forms:
         if not form.fullmatch(value):
-            raise ValueError(f"{what} {shown(value)} is not written as one")
+            raise ValueError(f"{shown(value)} is not a valid {what}")

@@ -217,7 +217,7 @@ class Container:
     def extent(self, item: CatalogExtent) -> Extent:
         """Return a catalogued extent with its file resolved. Raises ContainerError when there is no such file."""
         if not 0 <= item.file < len(self._paths):
-            raise ContainerError(f"catalog points into file {item.file}, which does not exist", path=self.home)
+            raise ContainerError(f"the catalog refers to file {item.file}, which does not exist", path=self.home)
         return Extent(self._paths[item.file], item.offset, item.payload_bytes, item.stored_bytes, item.digest)
 
     @cached_property
@@ -228,7 +228,9 @@ class Container:
         try:
             return self._layers[layer]
         except KeyError:
-            raise ContainerError("layer has no routed experts here", path=self.home, layer=layer) from None
+            raise ContainerError(
+                "the container has no routed experts of this layer", path=self.home, layer=layer
+            ) from None
 
     def _read(self, item: CatalogExtent, name: str) -> npt.NDArray[np.uint8]:
         path = self.extent(item).path
@@ -253,7 +255,7 @@ def read_manifest(home: Path) -> Manifest:
     finished = is_there(path)
     if not finished and is_there(home / JOURNAL_NAME):
         raise IncompleteError(
-            "holds an unfinished repack",
+            "the repack into this directory is unfinished",
             path=home,
             advice="Run the k3-repack command that began it again; it continues",
         )
@@ -261,7 +263,9 @@ def read_manifest(home: Path) -> Manifest:
         if not is_directory(home):
             raise NotAContainerError("there is no such directory", path=home)
         hint = "A snapshot: repack it first with k3-repack" if is_there(home / "config.json") else None
-        raise NotAContainerError("is not a container: there is no manifest.json in it", path=home, advice=hint)
+        raise NotAContainerError(
+            "there is no manifest.json here, so this is not a container", path=home, advice=hint
+        )
     return parse_manifest(_read_small(path), path)
 
 
@@ -297,8 +301,9 @@ def locate_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tupl
     if missing and refused:
         raise refused[0]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise IncompleteError(
-            f"{len(missing)} of {len(manifest.roots)} roots are not there: {'; '.join(missing)}",
+            f"{len(missing)} of {len(manifest.roots)} roots {verb} missing: {'; '.join(missing)}",
             path=home,
             advice="Mount the drives, or name the directories with --dirs",
         )

@@ -208,7 +208,7 @@ def no_shards_at_all(directory: Path) -> None:
         path.unlink()
 
 
-@attack(SourceError, "holds 2 revisions: aaaa, bbbb", file="snapshots")
+@attack(SourceError, "there are 2 revisions in this folder: aaaa, bbbb", file="snapshots")
 def two_revisions(directory: Path) -> Path:
     """A cache folder with two revisions: which one is meant is for the user to say."""
     cache = directory.with_name("models--synthetic--k3")
@@ -218,7 +218,7 @@ def two_revisions(directory: Path) -> Path:
     return cache
 
 
-@attack(SourceError, "holds no revision", file="snapshots")
+@attack(SourceError, "there is no revision in this folder", file="snapshots")
 def no_revision(directory: Path) -> Path:
     """A cache folder in which nothing was downloaded."""
     cache = directory.with_name("models--synthetic--k3")

@@ -53,12 +53,17 @@ for _name, _bytes, _says, _why in (
     ("index_without_map", b'{"metadata": {}}', "no weight_map", "The one table that matters is missing."),
     ("index_map_array", b'{"weight_map": ["a"]}', "no weight_map", "The map is an object."),
     ("index_map_empty", b'{"weight_map": {}}', "names no tensors", "A model of no tensors."),
-    ("index_value_number", b'{"weight_map": {"a": 1}}', "names no file but 1", "A shard's name is a string."),
-    ("index_value_null", b'{"weight_map": {"a": null}}', "names no file but None", "A shard's name is a string."),
+    ("index_value_number", b'{"weight_map": {"a": 1}}', "has 1 where a file name", "A shard's name is a string."),
+    (
+        "index_value_null",
+        b'{"weight_map": {"a": null}}',
+        "has None where a file name",
+        "A shard's name is a string.",
+    ),
     (
         "index_value_list",
         b'{"weight_map": {"a": ["b.safetensors"]}}',
-        "names no file but",
+        "where a file name is expected",
         "A shard's name is a string.",
     ),
     (
@@ -73,7 +78,7 @@ for _name, _bytes, _says, _why in (
     def _content(directory: Path, content: bytes = _bytes) -> None:
         (directory / INDEX).write_bytes(content)
 
-    _tensor = "a" if "names no file" in _says else None
+    _tensor = "a" if "where a file name" in _says else None
     add(_name, _why, IndexFileError, _says, _content, file=INDEX, tensor=_tensor)
 
 for _name, _shard, _says in (

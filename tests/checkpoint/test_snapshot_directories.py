@@ -150,7 +150,7 @@ def test_a_cache_folder_stands_for_its_one_revision(cached: Path) -> None:
         assert snapshot.directories == (revision,)
         assert snapshot.warnings == ()
     (cached / "snapshots" / "another").mkdir()
-    with pytest.raises(SourceError, match=f"2 revisions: .*{revision.name}"):
+    with pytest.raises(SourceError, match=f"2 revisions in this folder: .*{revision.name}"):
         Snapshot.open([cached])
     assert Snapshot.open([revision]).shards
 

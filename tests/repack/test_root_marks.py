@@ -122,7 +122,7 @@ def test_a_root_of_a_finished_container_that_is_not_there(case: Case) -> None:
     shutil.rmtree(drive(case))
     drive(case).mkdir()
     result = repacked(case.source, case.request.home, *options(case), code=4)
-    assert "1 of 2 roots are not there" in result.stderr
+    assert "1 of 2 roots is missing" in result.stderr
     assert list(drive(case).iterdir()) == []
 
 

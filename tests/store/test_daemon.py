@@ -345,7 +345,7 @@ def test_reads_under_way_are_let_finish(built: Built, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("directories", "code", "words"),
-    [([], 5, "manifest.json"), (["no"], 5, "manifest.json"), (["home"], 4, "roots are not there")],
+    [([], 5, "manifest.json"), (["no"], 5, "manifest.json"), (["home"], 4, " missing: ")],
 )
 def test_what_cannot_be_served(
     built: Built, tmp_path: Path, directories: list[str], code: int, words: str
