@@ -38,6 +38,7 @@ from k3.kernels.rowops import (
     tanh,
     top_k,
 )
+from k3.kernels.sha256 import Sha256, sha256_side_by_side, sha256_update
 from k3.kernels.weights import (
     INT4_GROUP,
     MX_GROUP,
@@ -65,6 +66,7 @@ __all__ = [
     "KdaVectors",
     "NonFiniteError",
     "ReservedScaleError",
+    "Sha256",
     "absorb_query",
     "cpu_variant",
     "cpu_variants",
@@ -89,6 +91,8 @@ __all__ = [
     "rms_norm",
     "set_threads",
     "set_variant",
+    "sha256_side_by_side",
+    "sha256_update",
     "sigmoid",
     "silu",
     "situ",

@@ -171,7 +171,7 @@ class _Display(Watcher):
     "--jobs",
     type=Whole(least=1, most=WANTED_MAX),
     metavar="N",
-    help="Shards streamed at once. Default: one for each processor, one alone from a spinning drive.",
+    help="Shards streamed at once. Default: as many as the processors hash; one from a spinning drive.",
 )
 @click.option(
     "--direct/--no-direct",

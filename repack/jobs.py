@@ -1,7 +1,7 @@
 """The number of shards that are streamed at once, and the threads and buffers that it takes. Pure.
 
 One shard at a time is bound by one processor's SHA-256: the digest of a file cannot be computed in parts. Several
-shards at once are bound by all processors, or by the drives.
+shards at once are bound by all processors, each of which hashes several side by side, or by the drives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Jobs:
     @property
     def block_bytes(self) -> int:
         """Bytes that are read at a time, from one shard."""
-        return BLOCK_BYTES if self.shards == 1 else BLOCK_BYTES // 2
+        return BLOCK_BYTES // (1 if self.shards == 1 else 2 if self.shards <= 4 else 4)
 
     @property
     def blocks(self) -> int:
@@ -43,7 +43,7 @@ class Jobs:
     @property
     def resident_experts(self) -> int:
         """Experts that may be incomplete in memory; further ones wait in the scratch file."""
-        return 2 + 2 * self.shards
+        return 3 + self.shards
 
     @property
     def output_buffers(self) -> int:
@@ -54,13 +54,13 @@ class Jobs:
 ONE = Jobs(1, 1)
 
 
-def choose_jobs(wanted: int | None, *, shards: int, cpus: int, spinning: bool) -> Jobs:
-    """Return the jobs for a source of `shards` shards on `cpus` processors.
+def choose_jobs(wanted: int | None, *, shards: int, cpus: int, side_by_side: int, spinning: bool) -> Jobs:
+    """Return the jobs for a source of `shards` shards on `cpus` processors, each hashing `side_by_side` at once.
 
-    `wanted` is what the user asked for, None to choose: a shard for each processor, and one alone where a spinning
-    drive would have to seek between several.
+    `wanted` is what the user asked for, None to choose: as many as the processors hash together, and one alone
+    where a spinning drive would have to seek between several.
     """
-    at_once = wanted if wanted is not None else 1 if spinning else min(cpus, CHOSEN_MAX)
+    at_once = wanted if wanted is not None else 1 if spinning else min(cpus * side_by_side, CHOSEN_MAX)
     at_once = max(1, min(at_once, shards))
     return Jobs(at_once, min(at_once, cpus), spinning)
 

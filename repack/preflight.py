@@ -138,7 +138,7 @@ def estimate(plan: Plan, needs: list[DriveNeed], jobs: Jobs) -> Estimate:
     shards = plan.snapshot.shards
     largest = max(shards, key=lambda shard: shard.size_bytes)
     rate = read_rate(largest.path)
-    hash_rate = _hash_rate() * jobs.hash_threads
+    hash_rate = _hash_rate(jobs) * jobs.hash_threads
     if rate is None:
         return Estimate(None, hash_rate / 1e9, None)
     source_devices = {shard.path.stat().st_dev for shard in shards}
@@ -157,12 +157,17 @@ def estimate(plan: Plan, needs: list[DriveNeed], jobs: Jobs) -> Estimate:
     return Estimate(rate / 1e9, hash_rate / 1e9, works[limit], limit)
 
 
-def _hash_rate() -> float:
-    """Return the bytes per second that one processor hashes."""
-    data = bytes(16 << 20)
+def _hash_rate(jobs: Jobs) -> float:
+    """Return the bytes per second that one processor hashes of its share of the shards at once."""
+    block = np.zeros(8 << 20, np.uint8)
+    together = min(kernels.sha256_side_by_side(), -(-jobs.shards // jobs.hash_threads))
+    messages = [kernels.Sha256() for _ in range(together)]
     start = time.perf_counter()
-    hashlib.sha256(data).digest()
-    return len(data) / (time.perf_counter() - start)
+    if together == 1:
+        hashlib.sha256(block.data).digest()
+    else:
+        kernels.sha256_update(messages, [block] * together)
+    return together * len(block) / (time.perf_counter() - start)
 
 
 def _quantize_rate() -> float:

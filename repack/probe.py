@@ -86,5 +86,6 @@ def source_jobs(wanted: int | None, snapshot: Snapshot) -> Jobs:
         wanted,
         shards=len(snapshot.shards),
         cpus=kernels.usable_cpus(),
+        side_by_side=kernels.sha256_side_by_side(),
         spinning=any(is_spinning(directory) for directory in snapshot.directories),
     )

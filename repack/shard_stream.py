@@ -49,7 +49,7 @@ class ShardEnded:
 @dataclass(slots=True)
 class _OpenShard:
     file: ReadFile
-    hash: ShardHash = field(default_factory=ShardHash)
+    hash: ShardHash
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class ShardStreamer:
         self._throttle = throttle or Throttle(None)
         self.buffers = [huge_buffer(jobs.block_bytes) for _ in range(jobs.blocks)]
         self._readers = ThreadPoolExecutor(jobs.readers, "shard-read")
-        self._hashers = HashPool(jobs.hash_threads)
+        self._hashers = HashPool(jobs)
 
     def close(self) -> None:
         """End the threads."""
@@ -112,7 +112,9 @@ class ShardStreamer:
                 while free and (read := next(order, None)) is not None:
                     if read.offset == 0:
                         on_open(by_number[read.number])
-                        opened[read.number] = _OpenShard(self._open(by_number[read.number].path))
+                        opened[read.number] = _OpenShard(
+                            self._open(by_number[read.number].path), self._hashers.begin()
+                        )
                     reading.append(self._ask(opened[read.number].file, read, free.popleft()))
                 if not reading:
                     break

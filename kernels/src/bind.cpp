@@ -38,4 +38,5 @@ NB_MODULE(_kernels, m) {
     bind_matrices(m);
     bind_rowops(m);
     bind_layers(m);
+    bind_sha256(m);
 }

@@ -59,5 +59,6 @@ Matrix matrix_of(const std::string& encoding, int64_t rows, int64_t columns, con
 void bind_matrices(nb::module_& m);
 void bind_rowops(nb::module_& m);
 void bind_layers(nb::module_& m);
+void bind_sha256(nb::module_& m);
 
 }  // namespace k3

@@ -72,6 +72,12 @@ struct Kernels {
     // scores = exp(scores - top); returns their sum.
     float (*exp_shifted)(float* scores, int64_t count, float top);
 
+    // SHA-256, see sha256.h. A state is eight words, `data` whole blocks of 64 bytes: of sha256_messages messages
+    // at once, or of one.
+    int sha256_messages;
+    void (*sha256_blocks)(uint32_t* const* states, const uint8_t* const* data, int64_t blocks);
+    void (*sha256_blocks_of_one)(uint32_t* state, const uint8_t* data, int64_t blocks);
+
     // Ceilings for benchmarks. probe_dots: int8 multiplications done, on registers alone; `result` is of no
     // use but keeps the compiler honest. probe_read: the same for reading `bytes` bytes.
     int64_t (*probe_dots)(int64_t rounds, int32_t* result);

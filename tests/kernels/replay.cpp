@@ -27,6 +27,7 @@
 #include "matmul.h"
 #include "quantize.h"
 #include "rowops.h"
+#include "sha256.h"
 #include "threads.h"
 #include "variant.h"
 
@@ -262,6 +263,45 @@ std::string simple(Call& c) {
     return "-";
 }
 
+// Messages in three pieces each, all messages at once; with SHA instructions, where there are any, and without.
+std::string hashed(Call& c) {
+    const int count = static_cast<int>(c.number());
+    std::vector<const uint8_t*> begins;
+    std::vector<int64_t> sizes;
+    for (int i = 0; i < count; ++i) {
+        const Argument& message = c.next();
+        begins.push_back(reinterpret_cast<const uint8_t*>(message.block.get()));
+        sizes.push_back(message.shape[0]);
+    }
+    uint8_t* const digests = c.array<uint8_t>();
+    for (const bool instructions : {true, false}) {
+        want_sha_instructions(instructions);
+        std::vector<Sha256> messages(static_cast<size_t>(count));
+        for (int piece = 0; piece < 3; ++piece) {
+            std::vector<Sha256*> whose;
+            std::vector<const uint8_t*> from;
+            std::vector<int64_t> nbytes;
+            for (size_t i = 0; i < messages.size(); ++i) {
+                const int64_t begin = sizes[i] * piece / 3, end = sizes[i] * (piece + 1) / 3;
+                whose.push_back(&messages[i]);
+                from.push_back(begins[i] + begin);
+                nbytes.push_back(end - begin);
+            }
+            sha256_update(whose.data(), from.data(), nbytes.data(), count);
+        }
+        for (int i = 0; i < count; ++i) {
+            uint8_t digest[32];
+            sha256_digest(messages[static_cast<size_t>(i)], digest);
+            if (instructions)
+                std::memcpy(digests + 32 * i, digest, 32);
+            else if (std::memcmp(digests + 32 * i, digest, 32) != 0)
+                return "another digest without SHA instructions";
+        }
+    }
+    want_sha_instructions(true);
+    return "-";
+}
+
 std::string run(Call& c) {
     static const std::map<std::string, std::function<std::string(Call&)>> kernels_of = {
         {"quantize_int8", [](Call& call) { return quantized(call, &quantize_int8); }},
@@ -269,6 +309,7 @@ std::string run(Call& c) {
         {"decode", decoded},
         {"matmul", multiplied},
         {"residual_mix", mixed},
+        {"sha256", hashed},
         {"elementwise", function},
         {"expert_forward", expert},
         {"kda_heads", kda},

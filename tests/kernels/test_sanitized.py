@@ -8,6 +8,7 @@ is compiled again.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -60,6 +61,15 @@ class Recorder:
             return result
 
         return call
+
+    def hashes(self, messages: list[bytes]) -> None:
+        """Write a call that is none of the bindings': messages, and the digests that they have."""
+        arrays = [np.frombuffer(message, np.uint8) for message in messages]
+        digests = np.frombuffer(b"".join(hashlib.sha256(message).digest() for message in messages), np.uint8)
+        self._file.write(b"call sha256 -\n")
+        before = [*map(bytes, messages), bytes(len(digests))]
+        self._write((arrays, digests), iter(before))
+        self._file.write(b"end\n")
 
     def _write(self, arguments: Any, before: Any) -> None:
         for item in arguments:
@@ -297,9 +307,13 @@ def test_no_variant_reads_or_writes_astray(tmp_path: Path, monkeypatch: pytest.M
         recorder = Recorder(file, patch)
         for kind in (quantizers, products, experts, rows_and_numbers, layers):
             kind(np.random.default_rng(5))
+        for count in (1, 2, 3, 5, 8, 16, 17, 64):
+            recorder.hashes([np.random.default_rng(size).bytes(size) for size in range(0, 8 * count, 8)])
+            recorder.hashes([np.random.default_rng(size).bytes(size) for size in range(60, 60 + count)])
+            recorder.hashes([np.random.default_rng(size).bytes(997 - size) for size in range(count)])
     assert all(recorder.counts.values()), recorder.counts
     said = checked(
         [str(program), str(tmp_path / "calls")], env={**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"}
     )
-    assert said.split()[:2] == [str(sum(recorder.counts.values())), "calls"]
+    assert said.split()[:2] == [str(sum(recorder.counts.values()) + 24), "calls"]
     assert said.split()[3:] == variants()

@@ -18,7 +18,7 @@ from k3.base.errors import DriveError
 from k3.checkpoint.shard import Shard
 from k3.repack import jobs as jobs_module
 from k3.repack.jobs import CHOSEN_MAX, ONE, Jobs, choose_jobs, read_order
-from k3.repack.shard_hash import HashPool, ShardHash
+from k3.repack.shard_hash import HashPool
 from k3.repack.shard_stream import ShardBegun, ShardBlock, ShardStreamer
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.repacked import SMALL, WIDE, repacked, tree
@@ -60,12 +60,15 @@ def test_every_byte_is_read_once_and_each_shard_in_order(sizes: list[int], at_on
     assert list(ends.values()) == sizes
 
 
-@given(st.none() | st.integers(1, 64), st.integers(1, 200), st.integers(1, 256), st.booleans())
-def test_as_many_as_there_are_processors_and_never_more_than_shards(
-    wanted: int | None, shards: int, cpus: int, spinning: bool
+@given(
+    st.none() | st.integers(1, 64), st.integers(1, 200), st.integers(1, 256), st.sampled_from([1, 2, 8, 16]),
+    st.booleans(),
+)  # fmt: skip
+def test_as_many_as_processors_hash_and_never_more_than_shards(
+    wanted: int | None, shards: int, cpus: int, side_by_side: int, spinning: bool
 ) -> None:
-    chosen = choose_jobs(wanted, shards=shards, cpus=cpus, spinning=spinning)
-    assert chosen.shards == min(shards, wanted or (1 if spinning else min(cpus, CHOSEN_MAX)))
+    chosen = choose_jobs(wanted, shards=shards, cpus=cpus, side_by_side=side_by_side, spinning=spinning)
+    assert chosen.shards == min(shards, wanted or (1 if spinning else min(cpus * side_by_side, CHOSEN_MAX)))
     assert 1 <= chosen.hash_threads <= min(cpus, chosen.shards)
     assert chosen.readers == 1 or not spinning
     # Routing goes on while every shard has a tensor that is being made, and reading while every chain is hashed.
@@ -143,11 +146,14 @@ def test_a_stream_that_is_left_early_holds_nothing(tmp_path: Path) -> None:
     assert threading.active_count() <= threads
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.binary(max_size=300)), max_size=40), st.integers(1, 4))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.binary(max_size=300)), max_size=40),
+    st.sampled_from([ONE, Jobs(2, 2), Jobs(9, 3)]),
+)
 @settings(max_examples=30, deadline=None)
-def test_chains_are_hashed_in_their_own_order(fed: list[tuple[int, bytes]], threads: int) -> None:
-    pool = HashPool(threads)
-    chains = [ShardHash() for _ in range(5)]
+def test_chains_are_hashed_in_their_own_order(fed: list[tuple[int, bytes]], jobs: Jobs) -> None:
+    pool = HashPool(jobs)
+    chains = [pool.begin() for _ in range(5)]
     wanted = [hashlib.sha256() for _ in range(5)]
     futures = []
     for chain, data in fed:
@@ -161,8 +167,8 @@ def test_chains_are_hashed_in_their_own_order(fed: list[tuple[int, bytes]], thre
 
 def test_a_pool_that_is_closed_leaves_nobody_waiting() -> None:
     """Blocks behind one that is being hashed are cancelled, or were hashed; none is left without an answer."""
-    pool = HashPool(1)
-    chain = ShardHash()
+    pool = HashPool(ONE)
+    chain = pool.begin()
     futures = [pool.feed(chain, np.zeros(1 << 22, np.uint8)) for _ in range(8)]
     pool.close()
     assert all(future.done() for future in futures)

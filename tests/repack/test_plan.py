@@ -158,7 +158,7 @@ def test_the_scratch_file_is_never_larger_than_planned(
     source = write_snapshot(model, place / "snapshot")
     plan = Plan(Snapshot.open([source]), Recipe(), (1,))
     wanted = data.draw(st.integers(1, 4))
-    jobs = choose_jobs(wanted, shards=len(plan.snapshot.shards), cpus=2, spinning=False)
+    jobs = choose_jobs(wanted, shards=len(plan.snapshot.shards), cpus=2, side_by_side=2, spinning=False)
     used: list[int] = []
     original = Scratch.close
 

@@ -30,6 +30,15 @@ void scores(const Scores& s);
 float reduce_max(const float* x, int64_t count);
 void widen(CacheType type, const void* from, int64_t count, float* to);
 float exp_shifted(float* scores, int64_t count, float top);
+#if defined(__AVX512F__)
+constexpr int kSha256Messages = 16;
+#elif defined(__AVX2__)
+constexpr int kSha256Messages = 8;
+#else
+constexpr int kSha256Messages = 4;
+#endif
+void sha256_blocks(uint32_t* const* states, const uint8_t* const* data, int64_t blocks);
+void sha256_blocks_of_one(uint32_t* state, const uint8_t* data, int64_t blocks);
 int64_t probe_dots(int64_t rounds, int32_t* result);
 int32_t probe_read(const uint8_t* p, int64_t bytes);
 

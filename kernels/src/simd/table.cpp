@@ -29,6 +29,9 @@ const Kernels table = {
     .reduce_max = reduce_max,
     .widen = widen,
     .exp_shifted = exp_shifted,
+    .sha256_messages = kSha256Messages,
+    .sha256_blocks = sha256_blocks,
+    .sha256_blocks_of_one = sha256_blocks_of_one,
     .probe_dots = probe_dots,
     .probe_read = probe_read,
 };
