@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: every call of a kernel timed from outside, by what it is for.
+"""The time of a decode step by what it is for: every call of a kernel is timed from outside.
 
     python bench/breakdown.py --container HOME [--past 4096] [--steps 16] [--threads N] [--out FILE.json]
 
@@ -61,7 +61,7 @@ PYTHON = "Python"
 
 @dataclass
 class Work:
-    """What one kind of work took, over all steps."""
+    """The time of one kind of work, over all steps."""
 
     calls: int = 0
     ns: int = 0
@@ -70,8 +70,10 @@ class Work:
 
 
 class Clock:
-    """Adds up the calls of wrapped functions; a call inside another one counts for itself only. `own_ns` is what
-    the adding up took."""
+    """A clock that adds up the calls of wrapped functions; a call inside another one counts for itself only.
+
+    `own_ns` is what the adding up took.
+    """
 
     def __init__(self) -> None:
         self.work: dict[str, Work] = {}
@@ -79,7 +81,7 @@ class Clock:
         self._inner_ns = 0
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with a clock around it."""
+        """Return the function with a clock around it."""
 
         @functools.wraps(function)
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -104,7 +106,7 @@ class Clock:
 
 
 def label(name: str, arguments: tuple[Any, ...]) -> str:
-    """What a call of a kernel is for: by the weight it multiplies, else by the function."""
+    """Return what a call of a kernel is for: by the weight it multiplies, else by the function."""
     if name == "matmul":
         return tensor_label(next(filter(is_weight, arguments)).name)
     return BY_FUNCTION.get(name, REST)
@@ -112,7 +114,7 @@ def label(name: str, arguments: tuple[Any, ...]) -> str:
 
 @functools.cache
 def tensor_label(name: str) -> str:
-    """What a product with a weight is for."""
+    """Return what a product with a weight is for."""
     return next((kind for pattern, kind in BY_TENSOR if re.search(pattern, name)), REST)
 
 
@@ -136,7 +138,7 @@ def touched(name: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def is_weight(value: Any) -> bool:
-    """Whether an argument is a dense weight as stored."""
+    """Return whether an argument is a dense weight as stored."""
     return hasattr(value, "scales") and hasattr(value, "encoding")
 
 
@@ -159,7 +161,7 @@ def clocked(clock: Clock) -> Iterator[None]:
 
 
 def measure(engine: Loaded, meter: MemoryMeter, past: int, steps: int) -> dict[str, Any]:
-    """Steps with and without the clocks, in turns. All times in ns for one step; rates in bytes per second."""
+    """Make steps with and without the clocks, in turns. Times are in ns per step, rates in bytes per second."""
     session, ids = engine.session(past, 2 * steps + 2), engine.ids(2 * steps + 2, 1)
     session.step(ids[0])
     clock = Clock()
@@ -215,7 +217,7 @@ def product_rate() -> float | None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The table for people, as Markdown."""
+    """Return the table for people, as Markdown."""
     step_ns, rate = result["clocked_ns"], result["memory_rate"]
     lines = [
         "| work | calls | MB | ms | of the step | GB/s | of memory | G products/s |",

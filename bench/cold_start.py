@@ -1,4 +1,4 @@
-"""How long k3-run takes from exec to its first token, against a drive that only reads the same bytes.
+"""The time of k3-run from exec to its first token, against a drive that only reads the same bytes.
 
     python bench/cold_start.py --container DIR [--rounds 5] [--ids 5] [--expert-gb 0.6] [--json FILE]
 
@@ -156,12 +156,12 @@ def help_s(name: str, rounds: int = 5) -> float:
 
 
 def program(name: str) -> list[str]:
-    """The command of this interpreter's environment."""
+    """Return the command of this interpreter's environment."""
     return [str(Path(sys.executable).parent / name)]
 
 
 def environment() -> dict[str, str]:
-    """An installed program has its bytecode cached, whatever the caller's environment says about writing it."""
+    """Have an installed program's bytecode cached, whatever the caller's environment says about writing it."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
 
 

@@ -1,4 +1,4 @@
-"""How fast tokens are generated with every expert in memory, against the rate at which memory is read.
+"""Tokens per second with every expert in memory, against the rate at which memory is read.
 
     python bench/decode.py --container HOME [--rounds 5] [--tokens 8] [--past 1024] [--threads N]
 

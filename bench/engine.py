@@ -1,4 +1,4 @@
-"""How close the engine is to what memory and drive allow, in one run: goal, measured, met.
+"""The engine against what memory and drive allow, in one run: goal, measured, met.
 
     python bench/engine.py --work DIR [--rounds 5] [--only kernels,decode,prefill,...]
     python bench/engine.py --container HOME
@@ -69,7 +69,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Options:
-    """What the parts are told."""
+    """The settings that the parts of the benchmark are given."""
 
     container: Path
     rounds: int
@@ -127,7 +127,7 @@ def write_page(figures: list[Figure], breakdown: Path) -> None:
 
 
 def between(text: str, name: str, block: str) -> str:
-    """A text with what stands between the marks of `name` replaced. SystemExit without the marks."""
+    """Return a text with what stands between the marks of `name` replaced. SystemExit without the marks."""
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
     before, mark, rest = text.partition(begin)
     _, other, after = rest.partition(end)
@@ -172,7 +172,7 @@ def kernels(options: Options) -> Iterator[Figure]:
 
 
 def decode(options: Options) -> Iterator[Figure]:
-    """Cached decoding."""
+    """Measure decoding with every expert cached."""
     past = ["--past", "16"] if options.tiny else []
     medians = _run("decode.py", *_common(options), *past)["decode"]["medians"]
     yield Figure("decode", "experts in memory: of the memory's rate", medians["ratio"], 0.75)
@@ -182,7 +182,7 @@ def decode(options: Options) -> Iterator[Figure]:
 
 
 def streaming(options: Options) -> Iterator[Figure]:
-    """Decoding from the drive, against max(bytes / raw rate, cached decode time)."""
+    """Measure decoding from the drive, against max(bytes / raw rate, cached decode time)."""
     medians = _run("streaming.py", *_common(options))["medians"]
     for mode, name in (("off", "no look-ahead"), ("on", "look-ahead"), ("oracle", "look-ahead that knows")):
         alone, shared = medians[f"{mode}_of_limit"], medians[f"{mode}_of_shared_limit"]
@@ -196,7 +196,7 @@ def streaming(options: Options) -> Iterator[Figure]:
 
 
 def prefill(options: Options) -> Iterator[Figure]:
-    """A chunk against its tokens."""
+    """Measure a pass over a chunk against passes over its tokens."""
     rounds = str(max(1, options.rounds // 2))
     medians = _run("prefill.py", "--container", str(options.container), "--rounds", rounds)["prefill"]["medians"]
     for way, figures in medians.items():
@@ -222,7 +222,7 @@ def cold(options: Options) -> Iterator[Figure]:
 
 
 def breakdown(options: Options) -> Iterator[Figure]:
-    """Where a step's time goes; its table goes to the terminal as it is."""
+    """Print the table of a step's time by what it is for."""
     past = ["--past", "16", "--steps", "2"] if options.tiny else []
     result = _run("breakdown.py", "--container", str(options.container), "--out", str(options.breakdown), *past)
     python = result["breakdown"]["work"]["Python"]["ns"] / result["breakdown"]["clocked_ns"]

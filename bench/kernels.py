@@ -1,4 +1,4 @@
-"""How fast the kernels are at K3's shapes, against what memory delivers and what the cores can multiply.
+"""The rates of the kernels at K3's shapes, against what memory delivers and what the cores can multiply.
 
     python bench/kernels.py [--threads N] [--rounds 5] [--only PART]
 
@@ -86,7 +86,7 @@ def columns(amount: int, rounds: list[dict[str, float]], ceiling: str) -> str:
 
 
 def measured(job: Job, turn: int, pool: ThreadPoolExecutor) -> dict[str, float]:
-    """A call's seconds, in a row of calls, and what memory and cores deliver just before and after."""
+    """Return a call's seconds, in a row of calls, and what memory and cores deliver just before and after."""
     half = len(job.weights) // 2
     halves = job.weights[:half], job.weights[half : 2 * half]
     own, others = halves[turn % 2], [copy.reshape(-1).view(np.uint8) for copy in halves[(turn + 1) % 2]]
@@ -140,7 +140,7 @@ def empty_call() -> float:
 
 
 def copies(array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Copies of an array, enough of them that none is still in a cache when its turn comes again."""
+    """Return copies of an array, enough of them that none is still in a cache when its turn comes again."""
     return [array, *(array.copy() for _ in range(COLD_BYTES // array.nbytes))]
 
 

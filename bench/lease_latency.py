@@ -29,6 +29,7 @@ PAYLOAD_BYTES = 64 << 10  # what is in a slot does not matter to a hit
 
 
 def main() -> None:
+    """Run the benchmark and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--set", type=int, default=16, dest="count")
@@ -43,6 +44,7 @@ def main() -> None:
 
 
 def serve(folder: Path, options: argparse.Namespace) -> None:
+    """Serve experts of a file to client processes, and print what they measured."""
     path = folder / "experts"
     payload = os.urandom(PAYLOAD_BYTES)
     path.write_bytes(payload)
@@ -69,6 +71,7 @@ def serve(folder: Path, options: argparse.Namespace) -> None:
 
 
 def client(job: dict[str, Any]) -> None:
+    """Lease sets of experts, over and over, and print the times in microseconds."""
     ring_fd, arena_fd, request, completion = job["fds"]
     ring = NativeRing(ring_fd, arena_fd, job["arena_bytes"], request, completion)
     rounds, count, pause_s = job["rounds"], job["count"], job["pause_s"]
@@ -82,6 +85,7 @@ def client(job: dict[str, Any]) -> None:
 
 
 def round_trip(ring: NativeRing, count: int, views: bool) -> float:
+    """Return the seconds from asking for a set of `count` experts to holding all of them."""
     experts = list(range(count))
     began = time.perf_counter()
     ring.submit(1, Op.LEASE, 0, experts)
@@ -118,6 +122,7 @@ def ping_pong(rounds: int) -> list[float]:
 
 
 def shown(times_us: list[float]) -> str:
+    """Return percentiles of times, as text."""
     p50, p90, p99 = np.percentile(times_us, [50, 90, 99])
     return f"p50 {p50:.1f}  p90 {p90:.1f}  p99 {p99:.1f}  max {max(times_us):.0f} us"
 

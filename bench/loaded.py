@@ -1,4 +1,4 @@
-"""What benchmarks of the engine share: a slice of K3 in real dimensions, a loaded model, a session with a past."""
+"""The parts that benchmarks of the engine share: a slice of K3, a loaded model, a session with a past."""
 
 from __future__ import annotations
 
@@ -55,8 +55,11 @@ class Loaded:
                 lease.release()
 
     def session(self, past: int, more: int) -> Session:
-        """A session that holds `past` tokens and takes `more`. The past is made up: latent caches hold some
-        number, KDA memories are empty; what is computed from them takes as long as with real ones."""
+        """Return a session that holds `past` tokens and takes `more`.
+
+        The past is made up: latent caches hold some number, KDA memories are empty. Computing from them takes as
+        long as with real ones.
+        """
         session = Session(self.model, max(1, past + more), CHUNK)
         for layer in session.state.layers.values():
             if isinstance(layer, MlaState):
@@ -77,7 +80,7 @@ class Loaded:
 def loaded(
     home: Path, *, cache_bytes: int | None = None, threads: int | None = None, tokens: int = 8192, **more: Any
 ) -> Iterator[Loaded]:
-    """A container's model, with a cache for all its experts or for so many bytes of them."""
+    """Return a container's model, with a cache for all its experts or for so many bytes of them."""
     with contextlib.closing(Container.open(home)) as container:
         layers = container.expert_layers()
         expert_bytes = container.expert_layout(layers[0]).payload_bytes
@@ -98,7 +101,7 @@ def loaded(
 
 
 def make_container(work: Path, *, tiny: bool = False) -> Path:
-    """A container of a slice in `work`, made now unless it is there; the snapshot is removed behind it."""
+    """Return a container of a slice in `work`, made now unless it is there; the snapshot is removed behind it."""
     home = work / ("tiny.k3" if tiny else "slice.k3")
     if not home.exists():
         snapshot = work / "snapshot"

@@ -40,7 +40,7 @@ TRAIN_SEEDS, HOLDOUT_SEEDS = (1, 2), (101, 102)
 ELIGIBLE = tuple(name for name in MODELS if name != "pin-lru")
 PIN_SHARE = 0.5
 MARGIN = 1.005
-"""How much better two policies with a switch between them must be than one alone, to be worth it."""
+"""The gain over one policy from which two with a switch between them are worth it."""
 
 TEXTS = (
     "The ship left the harbour before sunrise, and nobody on the quay could say where it was bound.",
@@ -100,7 +100,7 @@ def _two_engines(family: Callable[..., Iterator[np.ndarray[Any, Any]]], text: Te
 
 
 def run_engine(snapshot: Path, work: Path, seed: int, generate: int) -> Requests:
-    """A trace of a real run of this snapshot over a text of this seed."""
+    """Return a trace of a real run of this snapshot over a text of this seed."""
     path = work / f"{snapshot.name}-{generate}-{seed}.k3route"
     if not path.exists():
         command = [sys.executable, "-c", "from k3.engine.cli import main; main()", "--snapshot", str(snapshot)]
@@ -111,7 +111,7 @@ def run_engine(snapshot: Path, work: Path, seed: int, generate: int) -> Requests
 
 
 def engine_families(work: Path, slice_snapshot: Path | None, quick: bool) -> dict[str, Make]:
-    """Runs of made-up models: a small one of many layers, and a slice in real widths if one is given."""
+    """Return runs of made-up models: a small one of many layers, and a slice in real widths if one is given."""
     small = work / "small"
     if not (small / "config.json").exists():
         write_snapshot(SyntheticModel(layers=13, experts=128, experts_per_token=8, vision=False), small)
@@ -152,7 +152,7 @@ class Rule:
     switch: float
 
     def policy(self, room: float) -> str:
-        """The policy for this much room."""
+        """Return the policy for this much room."""
         return self.low if room < self.switch else self.high
 
 

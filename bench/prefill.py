@@ -1,4 +1,4 @@
-"""What it brings to take a prompt in chunks: each expert is read, and multiplied with all its tokens, once.
+"""The gain of taking a prompt in chunks: each expert is read, and multiplied with all its tokens, once.
 
     python bench/prefill.py --container HOME [--rounds 3] [--tokens 32] [--only streaming,cached]
 

@@ -1,4 +1,4 @@
-"""How fast k3-repack is, against what the drive could do with the same bytes and nothing in between.
+"""The rate of k3-repack, against what the drive could do with the same bytes and nothing in between.
 
     python bench/repack.py --work DIR [--rounds 3] [--experts 64] [--vocab 8192]
 
@@ -88,7 +88,7 @@ def one_round(shards: list[Path], source: Path, arguments: argparse.Namespace) -
 
 
 def last_line(command: list[str]) -> dict[str, Any]:
-    """The summary that a command prints last."""
+    """Return the summary that a command prints last."""
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     summary: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert summary["type"] == "summary"

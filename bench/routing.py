@@ -26,7 +26,7 @@ K3_SHAPE = RouteHeader("made-up", 16, tuple(TracedLayer(layer, 896, K3_PAYLOAD_B
 
 @dataclass(frozen=True)
 class Text:
-    """How long a text is: prompt tokens, taken `chunk` at a time, and generated ones."""
+    """The length of a text: prompt tokens, taken `chunk` at a time, and generated ones."""
 
     prompt: int
     generate: int
@@ -34,7 +34,7 @@ class Text:
 
 
 def passes(tokens: Tokens, text: Text) -> Iterator[RoutedPass]:
-    """The passes of a text whose tokens route like this."""
+    """Return the passes of a text whose tokens route like this."""
     cuts = [min(text.chunk, text.prompt - start) for start in range(0, text.prompt, text.chunk)]
     position = 0
     for size in (*cuts, *[1] * text.generate):
@@ -96,7 +96,7 @@ def topics(
 
 
 def top(scores: Scores, shape: RouteHeader) -> npt.NDArray[np.uint16]:
-    """The experts with the highest scores, [layers, experts] -> [layers, top_k] ascending."""
+    """Return the experts with the highest scores, [layers, experts] -> [layers, top_k] ascending."""
     best = np.argpartition(scores, -shape.top_k, axis=-1)[:, -shape.top_k :]
     return np.sort(best, axis=-1).astype(np.uint16)
 
@@ -112,7 +112,7 @@ def _noise(random: np.random.Generator, shape: RouteHeader) -> Scores:
 
 
 def _gumbel(random: np.random.Generator, shape: RouteHeader) -> Scores:
-    """Added to log weights, it makes the top k a draw without replacement by these weights."""
+    """Return noise that, added to log weights, makes the top k a draw without replacement by them."""
     draws = random.standard_exponential(_dimensions(shape), dtype=np.float32)
     found: npt.NDArray[np.float32] = -np.log(np.maximum(draws, np.finfo(np.float32).tiny))
     return found

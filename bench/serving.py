@@ -42,7 +42,7 @@ class Daemon:
                 time.sleep(0.02)
 
     def status(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """Return the name and settings of the policy."""
         return ask_status(self.socket)
 
     def read_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What k3-store costs and what it saves, against what the machine does without it.
+"""The costs and savings of k3-store, against what the machine does without it.
 
     python bench/store.py --work DIR [--rounds 5] [--experts 48]
     python bench/store.py --container HOME[,ROOT...] [--work DIR]
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def make_slice(source: Path, home: Path, arguments: argparse.Namespace) -> None:
-    """A container of our own making, unless it is there already."""
+    """Return a container of our own making, unless it is there already."""
     if home.exists():
         return
     print(f"making a slice in {home}", file=sys.stderr)

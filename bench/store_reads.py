@@ -39,7 +39,7 @@ def all_keys(container: Container) -> list[Key]:
 
 
 def is_direct(container: Container) -> bool:
-    """Whether O_DIRECT works on every file that holds experts; drops what the page cache has of them."""
+    """Return whether O_DIRECT works on every file that holds experts, and drop what the page cache has of them."""
     paths = {extent.path for key in all_keys(container) for extent in container.expert_extents(*key)}
     works = True
     for path in paths:
@@ -97,7 +97,7 @@ class RawLoop:
 
 
 def extent_root(container: Container, extent: Extent) -> Path:
-    """The root that an extent's file lies in."""
+    """Return the root that an extent's file lies in."""
     return next(root.directory for root in container.roots if extent.path.is_relative_to(root.directory))
 
 
@@ -150,7 +150,7 @@ def cold_rounds(
 
 
 def page_rounds(container: Container, rounds: int, seed: int, direct: bool) -> Iterator[dict[str, float]]:
-    """The plain loop with buffers in huge pages against the same with small ones: what these are worth here."""
+    """Measure the plain loop with buffers in huge pages against the same with small ones."""
     with RawLoop(container, direct, huge=True) as huge, RawLoop(container, direct, huge=False) as small:
         for rates in in_turns(container, {"raw": huge.turn, "raw_small": small.turn}, rounds, seed):
             yield {"small_pages_ratio": rates["raw_small_gb_per_s"] / rates["raw_gb_per_s"], **rates}
@@ -175,7 +175,7 @@ def in_turns(container: Container, ways: dict[str, Turn], rounds: int, seed: int
 
 
 def stored_bytes(container: Container, keys: Sequence[Key]) -> int:
-    """What is read of the drives for these experts."""
+    """Return what is read of the drives for these experts."""
     return sum(extent.stored_bytes for key in keys for extent in container.expert_extents(*key))
 
 

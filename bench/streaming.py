@@ -48,7 +48,7 @@ from k3.store.local.file_source import DEFAULT_THREADS, WORKING_SLOTS, FileSourc
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
 
 Asked = dict[int, list[int]]
-"""What one pass asks for: layer -> experts."""
+"""The experts that one pass asks for: layer -> experts."""
 
 
 class Switch:
@@ -88,7 +88,7 @@ class Oracle(LookAhead):
     asked: Asked
 
     def likeliest(self, layer: int, choice: Array) -> Sequence[int]:
-        """What the layer will ask for, as much as there is room for."""
+        """Return what the layer will ask for, as much as there is room for."""
         return self.asked[layer][: self._most]
 
 
@@ -112,7 +112,7 @@ class Rig:
 
     @contextmanager
     def using(self, look_ahead: LookAhead | None = None, **options: object) -> Iterator[FileSource]:
-        """A file source in the switch."""
+        """Return a file source in the switch."""
         source = FileSource(self.container, **options)  # type: ignore[arg-type]
         self.switch.source = source
         observers: list[PassObserver] = [self._seen] if look_ahead is None else [look_ahead, self._seen]
@@ -222,8 +222,11 @@ def source_rate(rig: Rig) -> float:
 
 
 def cached_decode(rig: Rig) -> dict[str, float]:
-    """One token after the other with all experts in memory: seconds and bytes touched per token, and both rates
-    when plain reads of experts go on beside it: on some machines memory and drive share what moves bytes."""
+    """Measure one token after the other with all experts in memory: seconds and bytes touched per token.
+
+    Both rates are also measured while plain reads of experts go on: on some machines memory and drive share what
+    moves bytes.
+    """
     with rig.using(cache_bytes=rig.all_bytes, verify="first") as source:
         rig.run(1)
         before = source.stats()
@@ -273,7 +276,7 @@ def streaming_decode(rig: Rig, mode: str, prefetch: int) -> dict[str, float]:
 
 
 def prefill(rig: Rig, chunk: int, prefetch: int = 0) -> dict[str, float]:
-    """The tokens `chunk` at a time with nothing cached: seconds and bytes read per token."""
+    """Take the tokens in `chunk` at a time with nothing cached; return seconds and bytes read per token."""
     look_ahead = LookAhead(rig.switch, prefetch, rig.config.moe.top_k, rig.model.layers) if prefetch else None
     with rig.using(look_ahead, prefetch_slots=prefetch) as source:
         seconds = rig.run(chunk)

@@ -24,7 +24,7 @@ class BufferPool:
         self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
 
     def take(self) -> Bytes:
-        """A buffer with undefined content; made on first need, so a small job stays small."""
+        """Return a free buffer, waiting for one if need be. Its content is undefined; it is made on first need."""
         try:
             return self._free.get_nowait()
         except queue.Empty:

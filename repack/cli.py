@@ -326,7 +326,7 @@ def _print_verdict(comparison: Comparison, seconds: float, as_json: bool) -> int
 
 
 def _verdict(comparison: Comparison) -> str:
-    """The verdict in capitals, with what stands against it."""
+    """Return the verdict in capitals, with what stands against it."""
     if comparison.equal:
         return "EQUAL"
     different = comparison.counts.get(Cause.DIFFERENT, 0)

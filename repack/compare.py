@@ -106,7 +106,7 @@ class CompareDestination:
         self._submit(work)
 
     def expert_in_place(self, key: ExpertKey, digests: tuple[bytes, ...]) -> None:
-        """The expert is the source itself: its digests must be the catalog's."""
+        """Compare the digests of an expert that stays in the source with the catalog's."""
         found = self._extents(key)
         if self._same_places(found, self._plan.expert_spans(key), key):
             for part, (extent, digest) in enumerate(zip(found, digests, strict=True)):
@@ -133,7 +133,7 @@ class CompareDestination:
         self._submit(work)
 
     def tensor(self, tensor: PlannedTensor, digests: tuple[bytes, ...]) -> None:
-        """A fresh quantization's digests must be the catalog's."""
+        """Compare the digests of a tensor that was quantized anew with the catalog's."""
         name = tensor.source.name
         path = self._container.file_path(0)
         entry_unit = ComparedUnit("entry", tensor.position)
@@ -168,7 +168,7 @@ class CompareDestination:
 
     @property
     def buffers(self) -> list[Bytes]:
-        """What the container is read into."""
+        """The buffers that the container is read into."""
         return self._buffers.made
 
     def shard(self, number: int, sha256: str) -> None:
@@ -216,7 +216,7 @@ class CompareDestination:
                 self._differ(name, problem, Path(name), None, None)
 
     def ledgers(self) -> tuple[Ledger[ComparedUnit], Ledger[str]]:
-        """What was compared so far of the container and of the source's shards."""
+        """Return what was compared so far of the container and of the source's shards."""
         return self._tally.ledger(), self._shards.ledger()
 
     def _not_compared(self, unit: ComparedUnit) -> None:
@@ -321,7 +321,7 @@ class CompareDestination:
             self._buffers.give(buffer)
 
     def _tensor_at(self, key: ExpertKey | None, name: str | None, number: int, offset: int) -> str | None:
-        """The name of the tensor that a differing byte of an expert belongs to."""
+        """Return the name of the tensor that a differing byte of an expert belongs to."""
         if key is None:
             return name
         layer = self._plan.layers[key.layer]
@@ -341,7 +341,7 @@ class CompareDestination:
         return file
 
     def _open(self, path: Path) -> ReadFile:
-        """A file to be read from its drive: past the page cache, or with its pages dropped and that noted."""
+        """Open a file to be read from its drive: past the page cache, or with its pages dropped and that noted."""
         file = ReadFile(path, direct=self._direct)
         if not file.direct:
             try:

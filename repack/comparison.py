@@ -1,4 +1,4 @@
-"""What a comparison with the source has to prove, what it found, and the verdict that follows. Pure.
+"""The ledger of a comparison with the source, its differences, and the verdict that follows. Pure.
 
 The units come from the plan and the manifest before anything is read: every header, every piece of every expert,
 weights and scales of every dense tensor and its catalog entry, every small file, and every shard of the source,
@@ -54,12 +54,12 @@ def required_units(plan: Plan, small_files: Mapping[str, int]) -> dict[ComparedU
 
 
 def expert_unit(key: ExpertKey, part: int) -> ComparedUnit:
-    """The unit of an expert's piece number `part`."""
+    """Return the unit of an expert's piece number `part`."""
     return ComparedUnit("expert", key.layer, key.expert, part)
 
 
 def tensor_spans(tensor: PlannedTensor) -> tuple[Span, ...]:
-    """A tensor's weights and, where it has them, its scales."""
+    """Return a tensor's weights and, where it has them, its scales."""
     return (tensor.weights,) if tensor.scales is None else (tensor.weights, tensor.scales)
 
 
@@ -71,7 +71,7 @@ def required_shards(manifest: Manifest, shards: Iterable[Shard]) -> dict[str, in
 
 
 def shard_problem(manifest: Manifest, shard: Shard, sha256: str) -> str | None:
-    """What is wrong with a shard that was read whole and gave this digest; None when it is the manifest's."""
+    """Return what is wrong with a shard that was read whole and has this digest; None if it is the manifest's."""
     entries = [entry for entry in manifest.source if entry.name == shard.name]
     if not entries:
         return "the container was made without this shard"
@@ -117,7 +117,7 @@ class Difference:
         return str(K3Error(self.problem, **self.place()))
 
     def place(self) -> dict[str, Any]:
-        """Where it is, for messages and JSON."""
+        """Return the place of the difference, for messages and JSON."""
         fields = asdict(self)
         del fields["problem"], fields["cause"]
         return fields

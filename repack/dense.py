@@ -97,7 +97,7 @@ class DenseSink:
             self._gather = np.empty(rows * self._row_bytes, np.uint8)
 
     def feed(self, data: Bytes) -> None:
-        """The next source bytes. QuantizeError names tensor, row and offset of a weight that is not finite."""
+        """Take the next source bytes. QuantizeError names the tensor, row and offset of a non-finite weight."""
         if self._tensor.encoding is Encoding.RAW:
             self._weights.push(data)
             return
@@ -116,7 +116,7 @@ class DenseSink:
                 self._gathered = 0
 
     def finish(self) -> None:
-        """The tensor's bytes are complete: hand over what is left and report the digests."""
+        """Hand over what is left of a tensor whose bytes have all come, and report its digests."""
         if self._gathered:
             assert self._gathered % self._row_bytes == 0
             self._rows(self._gather[: self._gathered])

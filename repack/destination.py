@@ -1,4 +1,4 @@
-"""Where assembled units go: written by a repack, compared by a verification. The contract between the two.
+"""The contract of a destination, which takes assembled units: a repack writes them, a verification compares.
 
 A *unit* is what becomes durable or is found equal as a whole: an expert or a dense tensor. All calls come from
 the thread that streams; a destination may work on in threads of its own and reports their errors from its
@@ -19,10 +19,10 @@ class Destination(Protocol):
     """Takes over buffers with finished bytes and gives them back to their pool when done with them."""
 
     def expert(self, key: ExpertKey, buffer: Bytes, pool: BufferPool) -> None:
-        """A complete expert: payload, then zeros to a page, at the start of `buffer`."""
+        """Take a complete expert: payload, then zeros to a page, at the start of `buffer`."""
 
     def expert_in_place(self, key: ExpertKey, digests: tuple[bytes, ...]) -> None:
-        """An expert that stays where it is; one digest per extent, in payload order."""
+        """Take the digests of an expert that stays where it is, one per extent, in payload order."""
 
     def dense_block(
         self, tensor: PlannedTensor, span: Span, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool

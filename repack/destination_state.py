@@ -1,4 +1,4 @@
-"""What is at the destination already: the finished container asked for, another one, or somebody else's files.
+"""The state of a destination before a run: empty, unfinished, the container asked for, another, or foreign files.
 
 A finished container is recognised or refused, never changed; foreign files are refused by name. Reads only.
 """
@@ -28,7 +28,7 @@ from k3.repack.small_files import SmallFiles, check_present
 
 
 def recognise(request: RepackRequest, snapshot: Snapshot, small_files: SmallFiles) -> Manifest:
-    """The finished container in home, if it is the one asked for; ResumeError with the difference otherwise."""
+    """Return the manifest of the finished container in home. ResumeError if it is not the one asked for."""
     manifest = read_manifest(request.home)
     recipe = request.recipe
     shares = request.root_shares(request.shares or (1,) * len(request.drives or (None,)))
@@ -89,7 +89,7 @@ def _other_parameters(request: RepackRequest, asked: Mapping[str, Any], there: M
 
 
 def is_in_place(manifest: Manifest) -> bool:
-    """Whether a container's experts are in the snapshot's own files."""
+    """Return whether a container's experts are in the snapshot's own files."""
     return any(root.kind == "source" for root in manifest.roots)
 
 

@@ -29,7 +29,7 @@ class Durable(NamedTuple):
 
 
 def durable_units(plan: Plan, journal: Journal) -> Ledger[Durable]:
-    """The plan's units with their bytes, and those that the journal holds whole.
+    """Return the plan's units with their bytes, and those that the journal holds whole.
 
     Experts of a container in place have bytes in the source only: there it is their digests that are durable.
     """

@@ -23,7 +23,7 @@ POLL_S = 0.2
 
 
 class _Interrupts:
-    """What the handler and `submit` tell each other; both run in the main thread."""
+    """Flags that the handler and `submit` share; both run in the main thread."""
 
     held = False
     pending = False

@@ -1,4 +1,4 @@
-"""What is durable so far: the restart point of an unfinished repack, in `journal.mdb` beside the container.
+"""The restart point of an unfinished repack: the units that are durable, in `journal.mdb` beside the container.
 
 A unit (expert or dense tensor) is recorded only after the bytes that hold it have been made durable, so whatever
 the journal says was true before the last crash. It also holds what the run was asked to do; a run that is asked
@@ -58,7 +58,7 @@ class Journal:
         self.tensors = found.tensors
         self.shards = found.shards
         self.lost = found.lost
-        """What of an earlier run's records cannot be trusted, a sentence each; those units are left out."""
+        """A sentence for each record of an earlier run that cannot be trusted; its units are left out."""
 
     def begin(self, request: Mapping[str, Any]) -> bool:
         """Bind the journal to a request. True when it continues one; ResumeError names what differs."""
@@ -152,7 +152,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[Any]:
-        """A write transaction: all of it becomes durable, or nothing. SpaceError or DriveError if it cannot."""
+        """Give a write transaction: all of it becomes durable, or nothing. SpaceError or DriveError if not."""
         try:
             with self._environment.begin(write=True) as transaction:
                 yield transaction

@@ -56,18 +56,18 @@ class JournalContent:
 
 
 def sealed(key: bytes, value: bytes) -> bytes:
-    """What is stored under `key` for `value`."""
+    """Return what is stored under `key` for `value`."""
     return _seal(key, value) + value
 
 
 def pack_shard(record: ShardRecord) -> bytes:
-    """The value of a shard's record."""
+    """Return the value of a shard's record."""
     assert _SHA256.fullmatch(record.sha256)
     return _SHARD.pack(bytes.fromhex(record.sha256), record.size_bytes, record.mtime_ns)
 
 
 def read_journal(path: Path) -> JournalContent:
-    """What the journal at `path` holds; nothing when there is none, or one that is empty.
+    """Return what the journal at `path` holds; nothing when there is none, or one that is empty.
 
     DamageError when the file is no journal, or the request in it is not what was written. ResumeError for one of
     version 1.
@@ -120,7 +120,7 @@ class _Reader:
             raise DamageError("what the run was asked to do is not in it", path=self._tree.path)
 
     def _records(self, name: bytes, *, refuse_first_version: bool = False) -> Iterator[tuple[bytes, bytes]]:
-        """The sound records of a database; of the others, that they are lost."""
+        """Return the sound records of a database; of the others, that they are lost."""
         try:
             database = self._tree.database(name)
         except DamageError as error:

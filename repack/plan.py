@@ -1,4 +1,4 @@
-"""Where every source byte goes, decided from headers alone before a byte is written. Pure; no I/O.
+"""The plan of a repack: the place of every source byte, decided from headers alone. Pure; no I/O.
 
 A `Plan` gives every data file's header and size, every dense tensor's place in the blob, and the rule that
 places experts. `routes(shard)` says what becomes of each run of a shard, in file order. The repacker executes
@@ -83,7 +83,7 @@ class PlannedLayer:
     header_bytes: tuple[int, ...]
 
     def spans(self, expert: int) -> tuple[Span, ...]:
-        """Where an expert's pieces go: all experts of a layer are equally large, so this is arithmetic."""
+        """Return the spans of an expert's pieces. A layer's experts are equally large: ids tell places."""
         return tuple(
             Span(file, header + expert * piece.stored_bytes, piece.payload_bytes, piece.stored_bytes)
             for piece, file, header in zip(self.pieces, self.files, self.header_bytes, strict=True)
@@ -100,7 +100,7 @@ class ExpertRoute:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What becomes of [offset, offset + nbytes) of a shard: part of an expert, a dense tensor, or nothing."""
+    """The destination of [offset, offset + nbytes) of a shard: part of an expert, a dense tensor, or nothing."""
 
     offset: int
     nbytes: int
@@ -168,7 +168,7 @@ class Plan:
         self._by_name = {tensor.source.name: tensor for tensor in planned}
 
     def _check_names(self) -> None:
-        """The source has no tensor of a name that the blob needs for scales or padding."""
+        """Refuse a source that has a tensor of a name that the blob needs for scales or padding."""
         taken: set[str] = set()
         for name, encoding in self._dense_names:
             source = self.snapshot.tensors[name]
@@ -221,7 +221,7 @@ class Plan:
     # -- questions
 
     def header(self, number: int) -> bytes:
-        """The complete header of a written file, rebuilt: one layer's is too large to keep all of them."""
+        """Return the complete header of a written file, rebuilt: one layer's is too large to keep all of them."""
         file = self.files[number]
         if file.kind == "dense":
             return self._dense_layout().header
@@ -231,7 +231,7 @@ class Plan:
         return expert_file_layout(layer.layout, layer.experts, layer.pieces, file.root).header
 
     def expert_spans(self, key: ExpertKey) -> tuple[Span, ...]:
-        """Where an expert's bytes are in the finished container, in payload order."""
+        """Return the spans of an expert in the finished container, in payload order."""
         if not self.in_place:
             return self.layers[key.layer].spans(key.expert)
         return tuple(
@@ -240,7 +240,7 @@ class Plan:
         )
 
     def source_extents(self, key: ExpertKey) -> tuple[Extent, ...]:
-        """Where an expert lies in the snapshot, in payload order."""
+        """Return the extents of an expert in the snapshot, in payload order."""
         return self.snapshot.expert_extents(key.layer, key.expert)
 
     def experts(self) -> Iterator[ExpertKey]:
@@ -250,7 +250,7 @@ class Plan:
                 yield ExpertKey(layer.layer, expert)
 
     def routes(self, shard: int) -> list[Route]:
-        """What becomes of a shard's bytes, in file order. Tensors left out have no destination."""
+        """Return what becomes of a shard's bytes, in file order. Tensors left out have no destination."""
         tensors = self.snapshot.shard_tensors(shard)
         return [Route(tensor.offset, tensor.nbytes, self._target(tensor)) for tensor in tensors]
 
@@ -261,7 +261,7 @@ class Plan:
         return self._by_name.get(tensor.name)
 
     def shard_units(self, shard: int) -> tuple[set[ExpertKey], set[int]]:
-        """The experts and dense tensors (by position) that this shard's bytes take part in."""
+        """Return the experts and dense tensors (by position) that this shard's bytes take part in."""
         keys: set[ExpertKey] = set()
         positions: set[int] = set()
         for route in self.routes(shard):
@@ -286,7 +286,7 @@ class Plan:
 
 
 def stored_tensors(source: SourceTensor, encoding: Encoding) -> list[Tensor]:
-    """What a dense tensor is stored as: itself, or weights followed by scales (docs/container.md 2.2)."""
+    """Return what a dense tensor is stored as: itself, or weights followed by scales (docs/container.md 2.2)."""
     arrays = stored_arrays(encoding, source.dtype, source.shape)
     return [
         (name, *array) for name, array in zip((source.name, source.name + SCALES_SUFFIX), arrays, strict=False)

@@ -30,7 +30,7 @@ _FIXED_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class DriveNeed:
-    """What a run needs on one file system, and what is free there."""
+    """The bytes that a run needs on one file system, and those that are free there."""
 
     directories: tuple[str, ...]
     write_bytes: int  # data files in all
@@ -40,7 +40,7 @@ class DriveNeed:
 
     @property
     def missing_bytes(self) -> int:
-        """How much more would have to be free; 0 when it fits, or when nothing is known."""
+        """The bytes that would have to be free besides; 0 when the run fits, or when nothing is known."""
         if self.free_bytes is None:
             return 0
         return max(0, self.write_bytes - self.present_bytes + self.extra_bytes - self.free_bytes)
@@ -180,7 +180,7 @@ def _quantize_rate() -> float:
 
 
 def _existing(directory: Path) -> Path:
-    """The directory itself, or the nearest ancestor that exists."""
+    """Return the directory itself, or the nearest ancestor that exists."""
     for place in (directory, *directory.absolute().parents):
         if is_there(place):
             return place

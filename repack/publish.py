@@ -68,7 +68,7 @@ def finish_data_files(plan: Plan, directories: Mapping[int, Path], *, direct: bo
 
 
 def _is_finished(path: Path, size_bytes: int, header: bytes) -> bool:
-    """Whether a file that has its name has its size and its header, too: its extents were checked before."""
+    """Return whether a file that has its name has its size and header too; its extents were checked before."""
     try:
         with ReadFile(path) as file:
             stored = file.read(0, len(header), aligned_buffer(len(header)))
@@ -213,12 +213,12 @@ def _model(snapshot: Snapshot, texts: list[SmallFile]) -> dict[str, str | None]:
 
 
 def _name(value: object) -> str | None:
-    """A name from config.json, None for what cannot be one."""
+    """Return a name from config.json, None for what cannot be one."""
     return value if isinstance(value, str) and value.isprintable() else None
 
 
 def layer_ranges(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """The decoder layers that are there, as inclusive ranges."""
+    """Return the decoder layers that are there, as inclusive ranges."""
     present = sorted({*plan.layers, *(n for t in plan.tensors if (n := layer_of(t.source.name)) is not None)})
     ranges: list[tuple[int, int]] = []
     for layer in present:
@@ -257,7 +257,7 @@ def _rename(partial: Path, final: Path) -> None:
 
 
 def remove_journal(home: Path, journal_name: str) -> None:
-    """The container is complete: the restart point is not needed any more."""
+    """Remove the restart point of a container that is complete."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(home / journal_name)  # noqa: PTH108 - as in _rename
     sync_directory(home)

@@ -1,4 +1,4 @@
-"""What a user asked the repacker to do, as one checked value."""
+"""The request of a repack: everything that a user asked for, as one checked value."""
 
 from __future__ import annotations
 

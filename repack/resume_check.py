@@ -25,7 +25,7 @@ READERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Recheck:
-    """What a resumed run found: units that are good, and those that are not what the journal says."""
+    """The result of reading units back: those that are good, and those that are not what the journal says."""
 
     good_units: int
     checked_bytes: int

@@ -43,12 +43,12 @@ class RootMark:
     roots: tuple[str, ...]  # relative to home
 
     def render(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         return (json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=2) + "\n").encode()
 
 
 def read_mark(directory: Path) -> RootMark | None:
-    """The mark in a directory, None without one. ResumeError when it cannot be understood."""
+    """Return the mark in a directory, None without one. ResumeError when it cannot be understood."""
     path = directory / MARK_NAME
     if not is_named(path):
         return None

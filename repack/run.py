@@ -58,24 +58,24 @@ SCRATCH_NAME = "scratch.partial"
 
 
 class Watcher:
-    """What a run tells while it works; the command line shows it. Every method may be left as it is."""
+    """A receiver of what a run tells while it works. Methods do nothing here; the command line overrides them."""
 
     def phase(self, what: str, total_bytes: int) -> None:
-        """A new phase with this many bytes to go."""
+        """Show a new phase with this many bytes to go."""
 
     def item(self, name: str) -> None:
-        """What is being worked on, usually a shard."""
+        """Show the name of what is being worked on, usually a shard."""
 
     def advance(self, nbytes: int) -> None:
-        """That many bytes more are done."""
+        """Show that so many bytes more are done."""
 
     def note(self, text: str) -> None:
-        """One sentence that the user should see."""
+        """Show one sentence to the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepackResult:
-    """What a run did. Bytes are of data files; a complete container found at the start has read_bytes 0."""
+    """The result of a run. Bytes are of data files; a complete container found at the start has read_bytes 0."""
 
     manifest: Manifest
     read_bytes: int
@@ -105,7 +105,7 @@ def read_small_files(request: RepackRequest, snapshot: Snapshot) -> SmallFiles:
 
 
 def plan_for(request: RepackRequest, snapshot: Snapshot, shares: tuple[int, ...]) -> Plan:
-    """The plan of a request under root shares."""
+    """Return the plan of a request under root shares."""
     return Plan(snapshot, request.recipe, shares, in_place=request.in_place)
 
 
@@ -117,7 +117,7 @@ def root_directories(request: RepackRequest, plan: Plan) -> dict[int, Path]:
 
 
 def plan_of_container(snapshot: Snapshot, manifest: Manifest, request: RepackRequest) -> Plan:
-    """The plan that a finished container was made by, for this snapshot: its own shares, the request's recipe."""
+    """Return the plan of a finished container for this snapshot: with its own shares and the request's recipe."""
     return Plan(snapshot, request.recipe, manifest.shares, in_place=is_in_place(manifest))
 
 
@@ -225,8 +225,10 @@ def _stream(
     jobs: Jobs,
     watcher: Watcher,
 ) -> tuple[int, int, HugePages]:
-    """Stream every shard that still has something to give; returns bytes read, bytes written, and what the buffers
-    got."""
+    """Stream every shard that still has something to give.
+
+    Return the bytes read, the bytes written, and the huge pages that the buffers got.
+    """
     todo = _shards_to_read(plan, journal)
     read_bytes = sum(plan.snapshot.shards[number].size_bytes for number in todo)
     watcher.phase("repacking", read_bytes)
@@ -318,7 +320,7 @@ def _shards_to_read(plan: Plan, journal: Journal) -> list[int]:
 
 
 def _is_done(plan: Plan, journal: Journal, number: int) -> bool:
-    """Whether a shard need not be read again: unchanged, hashed, and all it gives is durable."""
+    """Return whether a shard need not be read again: unchanged, hashed, and all it gives is durable."""
     shard = plan.snapshot.shards[number]
     record = journal.shards.get(shard.name)
     status = _status(shard.path)
@@ -400,7 +402,7 @@ def _reopen_incomplete(plan: Plan, directories: Mapping[int, Path], journal: Jou
 
 
 def _create_empty_files(plan: Plan, destination: WriteDestination) -> None:
-    """Data files without content (a model without dense tensors, say) exist all the same."""
+    """Make the data files that have no content, such as those of a model without dense tensors."""
     for number, file in enumerate(plan.files):
         if file.kind != "source" and file.size_bytes == file.header_bytes:
             destination.touch(number)
@@ -425,7 +427,7 @@ def _shares(request: RepackRequest, journal_path: Path) -> tuple[tuple[int, ...]
 
 
 def _recorded_shares(journal_path: Path) -> tuple[tuple[int, ...], dict[int, int]] | None:
-    """The shares an unfinished run measured: it must go on with them."""
+    """Return the shares an unfinished run measured: it must go on with them."""
     if not is_there(journal_path):
         return None
     journal = Journal(journal_path)
@@ -458,7 +460,7 @@ def _request_record(
     shares: tuple[int, ...],
     probes: Mapping[int, int],
 ) -> dict[str, Any]:
-    """What a resumed run must have in common with the first one."""
+    """Return what a resumed run must have in common with the first one."""
     return {
         "source": _source_record(snapshot),
         "shards": [[shard.name, shard.size_bytes, shard.blob_sha256] for shard in snapshot.shards],
@@ -477,7 +479,7 @@ def _request_record(
 
 
 def _source_record(snapshot: Snapshot) -> str:
-    """What a source must still be when a run goes on.
+    """Return what a source must still be when a run goes on.
 
     Shards with a published digest prove themselves when they are read; one of them may have been repaired since.
     Then only the headers, from which everything is planned, must be the same.

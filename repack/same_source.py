@@ -1,4 +1,4 @@
-"""Whether a finished container was made from this snapshot, told from samples in moments.
+"""A quick check that a finished container was made from this snapshot, by samples of both.
 
 Two snapshots of one architecture have shards of equal names and sizes, so these prove nothing. A difference in a
 sample whose digest fits proves that the source is another one. Equal samples prove nothing, nor do damaged ones:

@@ -170,7 +170,7 @@ def _reason_to_leave(path: Path) -> str | None:
 
 
 def _read(path: Path, snapshot: Snapshot) -> bytes:
-    """The file's bytes; those that planning has read already are not read again."""
+    """Return the file's bytes; those that planning has read already are not read again."""
     _refuse_foreign_link(path, snapshot)
     return snapshot.small_file(path)
 

@@ -116,7 +116,7 @@ class WriteDestination:
         self._file(number)
 
     def shard(self, name: str, record: ShardRecord) -> None:
-        """A shard was read to its end; recorded with the next commit."""
+        """Take the record of a shard that was read to its end; it is durable with the next commit."""
         self._shards[name] = record
 
     def save(self) -> None:

@@ -32,7 +32,7 @@ _KINDS = {Cause.DIFFERENT: Kind.DIFFERENT, Cause.GONE: Kind.INCOMPLETE, Cause.UN
 
 @dataclass
 class SourceCheck:
-    """What was compared and what differs. `differences` counts also those that `findings` has no room for.
+    """The bytes that were compared, and what differs. `differences` counts also what `findings` has no room for.
 
     `ledger` has the container's bytes, `shards` the source's.
     """
@@ -49,7 +49,7 @@ class SourceCheck:
 
 
 def open_source(manifest: Manifest, sources: Sequence[Path]) -> Snapshot:
-    """The snapshot in `sources`, as far as the container's layers need it. SourceError when it is not sound."""
+    """Return the snapshot in `sources`, as far as the container's layers need it. SourceError if not sound."""
     present = {layer for first, last in manifest.geometry.layers for layer in range(first, last + 1)}
     snapshot = Snapshot.open(sources, layers=sorted(present))
     if present == set(range(snapshot.text["num_hidden_layers"])):
@@ -58,7 +58,7 @@ def open_source(manifest: Manifest, sources: Sequence[Path]) -> Snapshot:
 
 
 def plan_of(manifest: Manifest, snapshot: Snapshot, home: Path) -> Plan:
-    """The plan by which this container would be made from this snapshot."""
+    """Return the plan by which this container would be made from this snapshot."""
     in_place = any(root.kind == "source" for root in manifest.roots)
     if in_place and len(snapshot.directories) != len(manifest.roots) - 1:
         raise ContainerError(

@@ -60,7 +60,7 @@ def read_catalog(path: Path) -> CatalogContent | Finding:
 
 @dataclass
 class CatalogCheck:
-    """What comes of checking: findings, the files as they should be by number, and what can be read."""
+    """The result of checking a catalog: findings, the files as they should be by number, and what can be read."""
 
     manifest: Manifest
     content: CatalogContent
@@ -176,7 +176,7 @@ class CatalogCheck:
         self._claimed |= {n for n, file in enumerate(self.manifest.files) if file.kind == "source"}
 
     def _experts_of(self, layer: CatalogLayer) -> Iterator[tuple[ExpertKey, list[CatalogExtent]]]:
-        """A layer's experts that are catalogued; a finding for each that is not."""
+        """Return a layer's experts that are catalogued; a finding for each that is not."""
         for expert in range(layer.experts):
             key = ExpertKey(layer.layer, expert)
             extents = self.content.experts.get(key)
@@ -189,7 +189,7 @@ class CatalogCheck:
                 yield key, extents
 
     def _claim(self, expected: ExpectedFile) -> int | None:
-        """The number of an expected file, compared with the manifest; None when it is not there."""
+        """Return the number of an expected file, compared with the manifest; None when it is not there."""
         number = self._numbers.get((expected.root, expected.path))
         layer = None if expected.layer is None else expected.layer.layer
         if number is None:

@@ -49,13 +49,13 @@ OpenFile = Callable[[Path, bool], ReadFile]
 
 
 def open_file(path: Path, direct: bool) -> ReadFile:
-    """How files are opened when no test says otherwise."""
+    """Open a file as the product does; tests hand in another function."""
     return ReadFile(path, direct=direct)
 
 
 @dataclass
 class BytesCheck:
-    """What was compared and found. `skipped` extents lie in files or roots that could not be opened."""
+    """The extents that were compared, and the findings. `skipped` ones lie in what could not be opened."""
 
     ledger: Ledger[Target]
     findings: list[Finding] = field(default_factory=list)
@@ -151,7 +151,7 @@ class _Check:
         )
 
     def _findings(self, ledger: Ledger[Target]) -> list[Finding]:
-        """What was found, and one finding for each file that has extents left open and nothing that says why."""
+        """Return the findings, with one more for each file whose extents are left open and nothing says why."""
         findings = [finding for _, finding in self._found]
         told = [*self._structure.findings, *findings]
         findings += unexplained(
@@ -285,7 +285,7 @@ class _Check:
         return True
 
     def _check_alone(self, file: ReadFile, target: Target, buffer: Bytes) -> Finding | None:
-        """What is wrong with one extent, None if nothing is."""
+        """Return what is wrong with one extent, None if nothing is."""
         place = {
             "root": self._root(target),
             "layer": target.layer,

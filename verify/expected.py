@@ -1,4 +1,4 @@
-"""What the format says must be where: headers and extents computed anew from the catalog's shapes. Pure.
+"""The layout that the format demands: headers and extents computed anew from the catalog's shapes. Pure.
 
 Nothing here looks at a recorded offset. `structure` compares what this gives with the catalog, the manifest and
 the files, so that the three cannot agree with each other on something that the format does not allow.
@@ -41,7 +41,7 @@ class ExpectedFile:
 
 
 def expected_expert_files(layer: CatalogLayer, shares: Sequence[int]) -> list[ExpectedFile]:
-    """The files that hold one layer's experts, in root order; extent i of each is expert i's piece."""
+    """Return the files that hold one layer's experts, in root order; extent i of each is expert i's piece."""
     pieces = cut_expert(layer.layout.payload_bytes, shares)
     name = expert_file_name(layer.layer)
     return [
@@ -53,12 +53,12 @@ def expected_expert_files(layer: CatalogLayer, shares: Sequence[int]) -> list[Ex
 
 
 def expected_dense_file(tensors: Sequence[CatalogTensor]) -> ExpectedFile:
-    """The dense blob; its extents are each tensor's weights and then, where it has them, its scales."""
+    """Return the dense blob; its extents are each tensor's weights and then, where it has them, its scales."""
     return _expected(0, DENSE_NAME, "dense", _dense_layout(tensors), None)
 
 
 def header(file: ExpectedFile, shares: Sequence[int], tensors: Sequence[CatalogTensor]) -> bytes:
-    """The complete header of an expected file, made again."""
+    """Return the complete header of an expected file, made again."""
     if file.layer is None:
         return _dense_layout(tensors).header
     pieces = cut_expert(file.layer.layout.payload_bytes, shares)
@@ -66,7 +66,7 @@ def header(file: ExpectedFile, shares: Sequence[int], tensors: Sequence[CatalogT
 
 
 def stored_tensors(tensor: CatalogTensor) -> list[Tensor]:
-    """What the blob holds for a dense tensor: itself, or its weights followed by its scales."""
+    """Return what the blob holds for a dense tensor: itself, or its weights followed by its scales."""
     arrays = stored_arrays(tensor.encoding, tensor.dtype, tensor.shape)
     return [
         (name, *array) for name, array in zip((tensor.name, tensor.name + SCALES_SUFFIX), arrays, strict=False)

@@ -36,7 +36,7 @@ class Checked:
 
 
 def check_size(path: Path, nbytes: int, *, root: int) -> tuple[int | None, list[Finding]]:
-    """The size of a file that should have `nbytes`, None when it cannot be read, and what is wrong with it."""
+    """Return the size of a file that should have `nbytes`, None if it cannot be read, and what is wrong."""
     try:
         status = path.stat()
     except NOT_THERE:
@@ -56,7 +56,7 @@ def check_size(path: Path, nbytes: int, *, root: int) -> tuple[int | None, list[
 
 
 def check_small_file(path: Path, digest: str, nbytes: int | None, *, root: int) -> Checked:
-    """A file that has one digest over all of it; `nbytes` None when its size is not recorded."""
+    """Check a file that has one digest over all of it; `nbytes` None when its size is not recorded."""
     if nbytes is not None:
         size, findings = check_size(path, nbytes, root=root)
         if findings or size is None:
@@ -79,7 +79,7 @@ def check_small_file(path: Path, digest: str, nbytes: int | None, *, root: int) 
 
 
 def check_data_file(path: Path, file: DataFile, expected_header: Callable[[], bytes] | None) -> Checked:
-    """A data file's size, and its header byte for byte; its content is another grade's business.
+    """Check a data file's size, and its header byte for byte; its content is for another grade.
 
     `expected_header` gives the header that the format prescribes, None when the catalog could not be used.
     """
@@ -148,5 +148,5 @@ def find_extras(home: Path, manifest: Manifest, directories: Sequence[Path | Non
 
 
 def _holds(path: Path, roots: set[Path]) -> bool:
-    """Whether a path is a root, or a directory that a root lies in."""
+    """Return whether a path is a root, or a directory that a root lies in."""
     return any(path == root or path in root.parents for root in roots)

@@ -1,4 +1,4 @@
-"""What a check found: a kind, a place, a sentence. Immutable values; no I/O.
+"""The findings of checks: each a kind, a place and a sentence. Immutable values; no I/O.
 
 A finding is not an error: checks keep going and collect. What a command ends with is decided by `verdict`.
 """
@@ -15,7 +15,7 @@ from k3.base.errors import ExitCode, K3Error
 
 
 class Kind(enum.Enum):
-    """What is wrong. One kind for each thing that a user would do differently."""
+    """The kind of a finding. There is one for each thing that a user would do differently."""
 
     MISSING = "missing"  # a file or record that must be there is not: restore or repack it
     TRUNCATED = "truncated"  # a file is shorter than recorded
@@ -41,13 +41,13 @@ EXIT_CODES: dict[Kind, ExitCode] = {
     Kind.UNSTABLE: ExitCode.DRIVE,
     Kind.EXTRA: ExitCode.OK,
 }
-"""What a command ends with when this is the worst kind it found."""
+"""The exit code of a command for which this is the worst kind that it found."""
 
 _WORST_FIRST = (ExitCode.DAMAGED, ExitCode.INCOMPLETE, ExitCode.DRIVE, ExitCode.OK)
 
 
 class Severity(enum.Enum):
-    """Whether a finding makes the container unfit for use."""
+    """The weight of a finding: whether it makes the container unfit for use."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -89,7 +89,7 @@ class Finding:
         return f"{self.kind.value}: {error}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The finding as a JSON object; what is unknown is left out."""
+        """Return the finding as a JSON object; what is unknown is left out."""
         fields: dict[str, Any] = {
             "kind": self.kind.value,
             "severity": self.severity.value,
@@ -107,7 +107,7 @@ class Finding:
 
 
 def finding_of(error: K3Error, kind: Kind, **place: Any) -> Finding:
-    """An operating error as a finding; `place` adds to or overrides what the error knows."""
+    """Return an operating error as a finding; `place` adds to or overrides what the error knows."""
     known: dict[str, Any] = {
         "path": error.path,
         "offset": error.offset,
@@ -123,7 +123,7 @@ def finding_of(error: K3Error, kind: Kind, **place: Any) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding], *, fail_on_extra: bool = False) -> ExitCode:
-    """The exit code of the worst finding: damage before a missing root before a failing drive."""
+    """Return the exit code of the worst finding: damage before a missing root before a failing drive."""
     codes = {EXIT_CODES[finding.kind] for finding in findings}
     if fail_on_extra and any(finding.kind is Kind.EXTRA for finding in findings):
         codes.add(ExitCode.DAMAGED)

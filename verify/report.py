@@ -1,4 +1,4 @@
-"""What a verification says at its end: findings and what was looked at, as text or as JSON lines."""
+"""The report of a verification: findings and what was looked at, as text or as JSON lines."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Report:
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the command ends with."""
+        """The exit code of the command."""
         return verdict(self.findings, self.ledgers, fail_on_extra=self.fail_on_extra)
 
     def summary(self) -> dict[str, Any]:
-        """The last JSON line: verdict, counts by kind, what was checked."""
+        """Return the last JSON line: verdict, counts by kind, what was checked."""
         counts = Counter(finding.kind.value for finding in self.findings)
         return {
             "container": self.container,
@@ -72,13 +72,13 @@ class Report:
         }
 
     def new_findings(self) -> list[Finding]:
-        """Findings that were not asked for yet, as far as there is room for them."""
+        """Return the findings that were not asked for yet, as far as there is room for them."""
         new = self.findings[self._shown : FINDINGS_MAX]
         self._shown += len(new)
         return new
 
     def lines(self) -> Iterable[str]:
-        """The report's end for people, after the findings."""
+        """Return the end of the report for people, which follows the findings."""
         if (more := len(self.findings) - self._shown + self.uncounted) > 0:
             yield f"... and {more} more"
         if self.structure:

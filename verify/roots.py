@@ -26,7 +26,7 @@ _MOUNT = "Mount the drive, or name its directory with --dirs"
 
 
 def find_roots(home: Path, manifest: Manifest, places: Sequence[Path]) -> tuple[list[Path | None], list[Finding]]:
-    """The directory of each root by number, None where there is none, and a finding for each of those.
+    """Return the directory of each root by number, None where there is none, and a finding for each of those.
 
     A drive root is looked for by the UUID in its root.json: in `places`, at its recorded path, and at the paths
     of the other roots, since drives may be mounted the other way round. A source root is the place that holds
@@ -74,7 +74,7 @@ class _Claim:
 
 
 def _by_hint(hint: Path, claim: _Claim, manifest: Manifest) -> Path | None:
-    """The recorded place, if it looks like a root of this container whose root.json is damaged or lost."""
+    """Return the recorded place, if it looks like a root of this container whose root.json is damaged or lost."""
     if claim.root in {root.uuid for root in manifest.roots}:
         return None  # it is another root
     if claim.container == manifest.container or claim.root == "":
@@ -90,7 +90,7 @@ def _fullest(number: int, manifest: Manifest, places: Sequence[Path]) -> Path | 
 
 
 def _may_be_there(path: Path) -> bool:
-    """False only if nothing is at `path`: of what cannot be looked at, the check of the file itself says so."""
+    """Return False only if nothing is at `path`. The check of a file tells that it cannot be looked at."""
     try:
         return is_there(path)
     except DriveError:

@@ -21,7 +21,7 @@ _PERCENT = re.compile(r"^(\d+(?:\.\d+)?)%$")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How much to read: `part` of `parts` by count of extents, or a percentage or a number of bytes.
+    """The amount to read: `part` of `parts` by count of extents, or a percentage or a number of bytes.
 
     Exactly one of the three is set. Percentages and bytes are met or exceeded by less than one extent, as far as
     there are that many bytes.
@@ -32,7 +32,7 @@ class Selection:
     nbytes: int | None = None
 
     def choose(self, targets: Sequence[Target], seed: int) -> list[Target]:
-        """The chosen targets, in the order of `targets`."""
+        """Return the chosen targets, in the order of `targets`."""
         order = list(range(len(targets)))
         random.Random(seed).shuffle(order)
         if self.part is not None:
@@ -63,7 +63,7 @@ EVERYTHING = Selection(part=(1, 1))
 
 
 def parse_selection(text: str) -> Selection:
-    """The selection that "1/5", "2.5%", "50G" or "all" means. ValueError, with what is allowed, for the rest."""
+    """Return the selection that "1/5", "2.5%", "50G" or "all" means. ValueError says what is allowed."""
     text = text.strip()
     if text.lower() == "all":
         return EVERYTHING

@@ -40,7 +40,7 @@ _LAYERS_MAX = 1 << 20
 
 @dataclass
 class Structure:
-    """What was found, and what a further grade may read.
+    """The findings of the structure grade, and what a further grade may read.
 
     `manifest` is None when it is damaged: then nothing else could be checked. `directories` has None for roots
     that are not there. `targets` are all catalogued extents in file order, also those in missing files; they are
@@ -58,7 +58,7 @@ class Structure:
     tally: Tally[Unit] = field(default_factory=Tally)
 
     def file_path(self, number: int) -> Path | None:
-        """Where data file `number` is or should be; None when its root is not there."""
+        """Return the path of data file `number`, whether it is there or not; None when its root is not there."""
         assert self.manifest is not None
         file = self.manifest.files[number]
         directory = self.directories[file.root]
@@ -134,7 +134,7 @@ def _data_units(structure: Structure, manifest: Manifest) -> list[Unit]:
 
 
 def _check_manifest_can_be_used(home: Path, manifest: Manifest) -> None:
-    """What parsing does not look at and this check would stumble over: ContainerError."""
+    """Raise ContainerError for what parsing does not look at and this check could not work with."""
     path = home / MANIFEST_NAME
     for file in manifest.files:
         if file.header_bytes > file.bytes:
@@ -147,7 +147,7 @@ def _check_manifest_can_be_used(home: Path, manifest: Manifest) -> None:
 
 
 def _check_manifest(structure: Structure, manifest: Manifest) -> None:
-    """The manifest against itself: identities are computed from content."""
+    """Compare the manifest with itself: its identities are computed anew from its content."""
     path = structure.home / MANIFEST_NAME
     container = checksum.container_uuid(manifest.identity())
     if container != manifest.container:
@@ -186,7 +186,7 @@ def _check_small_files(structure: Structure, manifest: Manifest) -> None:
 
 
 def _check_catalog(structure: Structure, manifest: Manifest) -> CatalogCheck | None:
-    """The catalog's digest, then what it says; None when it cannot be used."""
+    """Return the catalog's digest, then what it says; None when it cannot be used."""
     path = structure.home / CATALOG_NAME
     checked = check_small_file(path, manifest.catalog.digest, manifest.catalog.bytes, root=0)
     structure.account(Unit(str(path), 0, manifest.catalog.bytes), checked)

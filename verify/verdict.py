@@ -18,7 +18,7 @@ from k3.verify.finding import Finding, Kind, Severity, exit_code, finding_of
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a ledger of this room counts: `nbytes` of a file, from `offset` on.
+    """The unit that a ledger of this room counts: `nbytes` of a file, from `offset` on.
 
     Without an offset the unit stands for its file: a small one as a whole, or a data file's header and size.
     """
@@ -35,7 +35,7 @@ class Unit:
 def verdict(
     findings: Iterable[Finding], ledgers: Mapping[str, Ledger[Any] | None], *, fail_on_extra: bool = False
 ) -> ExitCode:
-    """The exit code of a verification. `ledgers` has one for every grade that was asked for, None if it has none.
+    """Return the exit code of a verification. `ledgers` has one for every grade asked for, None if it has none.
 
     0 needs at least one ledger, all of them complete, and no finding of an error; what was not compared and has no
     finding that is worse counts as a read that failed.
@@ -55,7 +55,7 @@ def unexplained(
     reasons: Mapping[str, tuple[Kind, K3Error]] | None = None,
     otherwise: K3Error | None = None,
 ) -> list[Finding]:
-    """A finding for each file of which something was not compared and no finding says why.
+    """Return a finding for each file of which something was not compared and no finding says why.
 
     `reasons` has, by path, what was met when a file could not be read, `otherwise` what may have stopped any of
     them. `lost_roots` are those that are not there, which their own findings say.
@@ -76,7 +76,7 @@ def unexplained(
 
 
 def _covers(finding: Finding, unit: Unit) -> bool:
-    """True when a finding of the same file is about this unit, too."""
+    """Return whether a finding of the same file is about this unit, too."""
     if finding.offset is None or unit.offset is None:
         return True
     end = finding.offset + max(1, finding.nbytes or 1)

@@ -75,6 +75,7 @@ def sweep(case: Case, most_calls: int, size: int | None, seed: int) -> tuple[Cou
         if problem is not None:
             name = f"{case.name}: {fault.function} {fault.nth} {errno.errorcode[fault.number]}"
             wrong.append(f"{name}: {problem}\n{ended.err[-3000:]}{ended.out[-300:]}")
+            print(wrong[-1], flush=True)  # a campaign takes an hour: say so when it is found
     return ends, wrong
 
 

@@ -17,7 +17,7 @@ from k3.model.model_source import EncodedTensor
 Array = npt.NDArray[np.float32]
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
-"""What each MXFP4 nibble stands for: three bits of magnitude, the sign on top."""
+"""The numbers that MXFP4 nibbles stand for: three bits of magnitude, the sign on top."""
 
 MXFP4_GROUP = 32
 INT4_GROUP = 64
@@ -52,7 +52,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
-    """x times its sigmoid."""
+    """Return x times its sigmoid."""
     return x * sigmoid(x)
 
 
@@ -105,7 +105,7 @@ def dequantize_mxfp4(packed: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8
 
 
 def dequantize(tensor: EncodedTensor) -> Array:
-    """A dense tensor's numbers as float32, in its source's shape. UnsupportedError for an odd dtype."""
+    """Return a dense tensor's numbers as float32, in its source's shape. UnsupportedError for an odd dtype."""
     if tensor.encoding is Encoding.RAW:
         return _widen(tensor.dtype, tensor.data, tensor.name).reshape(tensor.shape)
     if tensor.encoding is Encoding.F32:

@@ -17,7 +17,7 @@ from k3.verify.reference.weights import LayerWeights
 
 @dataclass(frozen=True, slots=True)
 class KdaState:
-    """What a KDA layer remembers: constant in size, whatever came before.
+    """The state of a KDA layer, of the same size after any number of tokens.
 
     `memory` [H, dk, dv] maps keys to values; the windows [P, taps - 1] are the last inputs of the three
     convolutions, oldest first.
@@ -38,7 +38,7 @@ class KdaState:
 
 @dataclass(frozen=True, slots=True)
 class MlaState:
-    """What a full-attention layer remembers of N tokens: `latent` [N, kv_lora] (normed), `rope` [N, qk_rope]."""
+    """The state of a full-attention layer after N tokens: `latent` [N, kv_lora] (normed), `rope` [N, qk_rope]."""
 
     latent: Array
     rope: Array

@@ -117,11 +117,11 @@ class ReferenceConfig:
         )
 
     def is_kda(self, layer: int) -> bool:
-        """Whether a layer's attention is linear (KDA) and not full (MLA)."""
+        """Return whether a layer's attention is linear (KDA) and not full (MLA)."""
         return layer in self.kda_layers
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has routed experts and not one dense MLP."""
+        """Return whether a layer has routed experts and not one dense MLP."""
         return layer >= self.first_moe_layer and layer % self.moe_layer_freq == 0
 
 

@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass
 class ReferenceState:
-    """What the tokens so far have left behind, one state per layer. Changed by `forward`."""
+    """The state after the tokens so far: one for each layer. `forward` changes it."""
 
     layers: list[KdaState | MlaState]
     tokens: int = 0
@@ -83,7 +83,7 @@ class ReferenceModel:
         self.weights = ReferenceWeights(source, keep=keep_weights)
 
     def new_state(self) -> ReferenceState:
-        """The state before the first token."""
+        """Return the state before the first token."""
         kinds = (KdaState if self.config.is_kda(i) else MlaState for i in range(self.config.layers))
         return ReferenceState([kind.empty(self.config) for kind in kinds])
 
@@ -137,7 +137,7 @@ class ReferenceModel:
         return out
 
     def greedy(self, logits: Array, state: ReferenceState, count: int) -> tuple[list[int], list[float]]:
-        """The `count` likeliest continuations one by one, from the last token's `logits` [vocab].
+        """Return the `count` likeliest continuations one by one, from the last token's `logits` [vocab].
 
         Returns ids and the lead of each over the runner-up in logits. Of equals the lower id is taken.
         Advances `state` by count - 1: the last id is not run.

@@ -16,18 +16,18 @@ Ids = npt.NDArray[np.int64]
 
 
 def glu(x: Array, gate: Array, up: Array, down: Array, config: ReferenceConfig) -> Array:
-    """A gated MLP of `x` [N, D]."""
+    """Return the output [N, D] of a gated MLP for `x` [N, D]."""
     inner = situ(linear(x, gate), linear(x, up), config.situ_beta, config.situ_linear_beta)
     return linear(inner, down)
 
 
 def dense_mlp(x: Array, w: LayerWeights, config: ReferenceConfig) -> Array:
-    """The MLP called gate_proj, up_proj and down_proj below `w`."""
+    """Return the output of the MLP whose matrices are gate_proj, up_proj and down_proj below `w`."""
     return glu(x, w["gate_proj"], w["up_proj"], w["down_proj"], config)
 
 
 def route(x: Array, w: LayerWeights, config: ReferenceConfig) -> tuple[Ids, Array]:
-    """The experts of each token in ascending id [N, K], and their weights [N, K].
+    """Return the experts of each token in ascending id [N, K], and their weights [N, K].
 
     The correction bias takes part in the choice only. Of equal scores the lower id is taken.
     """
@@ -43,7 +43,7 @@ def route(x: Array, w: LayerWeights, config: ReferenceConfig) -> tuple[Ids, Arra
 def latent_moe(
     x: Array, layer: int, weights: ReferenceWeights, config: ReferenceConfig
 ) -> tuple[Array, Ids, Array]:
-    """The mixture of experts of `x` [N, D]: output, chosen ids [N, K], their weights [N, K].
+    """Return the output of the experts for `x` [N, D], the chosen ids [N, K] and their weights [N, K].
 
     The router and the shared experts see the full width; the routed experts work on a projection of it, and
     their weighted sum (in ascending id) is normed before it is projected back.

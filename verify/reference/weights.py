@@ -31,7 +31,7 @@ class Expert:
 
 
 class ReferenceWeights:
-    """What a forward pass may ask of a model, dequantized."""
+    """The weights of a model as a forward pass asks for them, dequantized."""
 
     def __init__(self, source: ModelSource, *, keep: bool = True) -> None:
         """`keep` holds everything in memory once it was read. SourceError when there is no text model."""
@@ -45,7 +45,7 @@ class ReferenceWeights:
         self._prefix = places[0].removesuffix(_EMBEDDING)
 
     def dense(self, name: str) -> Array:
-        """The tensor called `name` after the text model's prefix, float32 in its source's shape.
+        """Return the tensor called `name` after the text model's prefix, float32 in its source's shape.
 
         KeyError when there is none.
         """
@@ -57,7 +57,7 @@ class ReferenceWeights:
         return tensor
 
     def layer(self, number: int) -> LayerWeights:
-        """The dense tensors of one layer, by the rest of their names."""
+        """Return the dense tensors of one layer, by the rest of their names."""
         return LayerWeights(self, f"model.layers.{number}.")
 
     def expert(self, layer: int, number: int) -> Expert:
@@ -88,7 +88,7 @@ class LayerWeights:
         return self.weights.dense(self.place + (name if bare else name + ".weight"))
 
     def below(self, part: str) -> LayerWeights:
-        """The same for a part of the layer: `below("self_attn")["q_proj"]`."""
+        """Return the weights of a part of the layer: `below("self_attn")["q_proj"]`."""
         return LayerWeights(self.weights, f"{self.place}{part}.")
 
 
@@ -109,7 +109,7 @@ def _matrix(payload: npt.NDArray[np.uint8], layout: ExpertLayout, name: str, lay
 
 
 def _read_payload(extents: tuple[Extent, ...], layer: int, expert: int) -> npt.NDArray[np.uint8]:
-    """The payloads of the extents, one after the other, each compared with its digest if it has one."""
+    """Return the payloads of the extents, one after the other, each compared with its digest if it has one."""
     pieces = []
     for extent in extents:
         stored = _read(extent.path, extent.offset, extent.stored_bytes, layer, expert)

@@ -86,7 +86,7 @@ def generation_config(model: SyntheticModel) -> dict[str, Any]:
 
 
 def json_bytes(value: object) -> bytes:
-    """A JSON file as published: two spaces of indent, no newline at the end."""
+    """Return a JSON file as published: two spaces of indent, no newline at the end."""
     return json.dumps(value, indent=2, ensure_ascii=False).encode()
 
 

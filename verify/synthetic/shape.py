@@ -99,7 +99,7 @@ class SyntheticModel:
 
     @classmethod
     def tiny(cls, seed: int = 0, **changes: Any) -> SyntheticModel:
-        """The defaults: five layers (three KDA, two MLA; the first dense) that run in milliseconds."""
+        """Return the defaults: five layers (three KDA, two MLA; the first dense) that run in milliseconds."""
         return cls(seed=seed, **changes)
 
     @classmethod
@@ -115,7 +115,7 @@ class SyntheticModel:
 
     @classmethod
     def k3(cls, **changes: Any) -> SyntheticModel:
-        """The published dimensions: 93 layers of 896 experts, 1.56 TB."""
+        """Return the published dimensions: 93 layers of 896 experts, 1.56 TB."""
         return cls(**{**_K3, **changes})
 
     @property

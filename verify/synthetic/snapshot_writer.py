@@ -89,12 +89,12 @@ _Output = BinaryIO | _HashedOutput
 
 
 class _Place(Protocol):
-    """Where files of a snapshot go."""
+    """The directories that files of a snapshot are written to."""
 
     snapshot: Path
 
     def create(self, name: str) -> contextlib.AbstractContextManager[_Output]:
-        """A shard, open for writing."""
+        """Return a shard, open for writing."""
 
     def put(self, name: str, data: bytes) -> None:
         """Write a whole small file."""
@@ -176,6 +176,6 @@ def _write(
 
 
 def _index(total_bytes: int, weight_map: bytearray) -> bytes:
-    """The index file, as `json_bytes` would write it; half a million entries stay text to save memory."""
+    """Return the index file, as `json_bytes` would write it; half a million entries stay text to save memory."""
     head = b'{\n  "metadata": {\n    "total_size": %d\n  },\n  "weight_map": {\n' % total_bytes
     return b"".join((head, memoryview(weight_map)[: -len(",\n")], b"\n  }\n}"))

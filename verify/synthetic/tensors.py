@@ -22,7 +22,7 @@ ELEMENT_BYTES = {"F32": 4, "BF16": 2, "U8": 1}
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """How a tensor's values are drawn: a kind that `synthetic_values` knows, and its numbers."""
+    """The distribution of a tensor's values: a kind that `synthetic_values` knows, and its numbers."""
 
     kind: str
     spread: float = 0.0
@@ -57,7 +57,7 @@ class ShardPlan:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def header(self) -> bytes:
-        """The file's first bytes: length, compact JSON without metadata, spaces up to a multiple of 8."""
+        """Return the file's first bytes: length, compact JSON without metadata, spaces up to a multiple of 8."""
         entries = []
         end = 0
         for tensor in self.tensors:
@@ -74,19 +74,19 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """How much of one kind of tensor a model has. Of experts, `elements` counts packed and scale bytes."""
+    """The tensors of one kind, and their elements. Of experts, `elements` counts packed and scale bytes."""
 
     tensors: int = 0
     elements: int = 0
     nbytes: int = 0
 
     def plus(self, tensor: TensorSpec) -> Census:
-        """This count with one more tensor."""
+        """Return this count with one more tensor."""
         return Census(self.tensors + 1, self.elements + math.prod(tensor.shape), self.nbytes + tensor.nbytes)
 
 
 def census(model: SyntheticModel) -> dict[str, Census]:
-    """Counts for "routed" experts, "resident" text tensors and "vision", without writing anything."""
+    """Return counts for "routed" experts, "resident" text tensors and "vision", without writing anything."""
     counts = {"routed": Census(), "resident": Census(), "vision": Census()}
     for shard in shard_plans(model):
         for tensor in shard.tensors:
@@ -99,7 +99,7 @@ def census(model: SyntheticModel) -> dict[str, Census]:
 
 
 def shard_plans(model: SyntheticModel) -> Iterator[ShardPlan]:
-    """The shards in published order: decoder layers, embeddings and head, projector, vision tower."""
+    """Return the shards in published order: decoder layers, embeddings and head, projector, vision tower."""
     pieces = model.shards_per_layer
     total = model.layers * pieces + (3 if model.vision else 1)
 
@@ -125,7 +125,7 @@ def shard_plans(model: SyntheticModel) -> Iterator[ShardPlan]:
 
 
 def layer_tensors(model: SyntheticModel, layer: int) -> list[TensorSpec]:
-    """The tensors of one decoder layer (0-based) in the order in which they are used."""
+    """Return the tensors of one decoder layer (0-based) in the order in which they are used."""
     place = f"{model.prefix}model.layers.{layer}."
     hidden = model.hidden
     attention = _kda_tensors if layer + 1 in model.kda_layers else _mla_tensors
@@ -141,7 +141,7 @@ def layer_tensors(model: SyntheticModel, layer: int) -> list[TensorSpec]:
 
 
 def _linear(name: str, rows: int, columns: int, gain: float = 1.0) -> TensorSpec:
-    """A matrix that turns unit-variance input into output of standard deviation `gain`."""
+    """Return a matrix that turns unit-variance input into output of standard deviation `gain`."""
     return TensorSpec(f"{name}.weight", "BF16", (rows, columns), Fill("normal", gain / math.sqrt(columns)))
 
 
@@ -284,7 +284,7 @@ def _in_storage_order(model: SyntheticModel, tensors: list[TensorSpec]) -> list[
 
 
 def _expert_place(model: SyntheticModel, name: str) -> str:
-    """What expert tensors are sorted by before their names; equal for all that stay together."""
+    """Return what expert tensors are sorted by before their names; equal for all that stay together."""
     block, found, rest = name.partition(".experts.")
     if not found or model.expert_order == "lexicographic":
         return ""

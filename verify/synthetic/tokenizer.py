@@ -18,7 +18,7 @@ _ROLES = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]", "unk
 
 
 def rank_bytes(count: int) -> Iterator[bytes]:
-    """The byte strings of ranks 0, 1, … count - 1, all different.
+    """Return the byte strings of ranks 0, 1, … count - 1, all different.
 
     First the single bytes in the published order: those that GPT-2 shows as themselves, then the others. Then
     syllables (consonant, vowel), alone, after a space, in pairs and in triples. No merge other than consonant

@@ -49,7 +49,7 @@ class TensorValues:
         self._buffer = np.empty(STRETCH * 4, dtype=np.uint8)
 
     def stretches(self, tensor: TensorSpec) -> Iterator[npt.NDArray[Any]]:
-        """The tensor's elements front to back as flat arrays (BF16 as uint16). Valid until the next one."""
+        """Return the tensor's elements front to back as flat arrays (BF16 as uint16). Valid until the next one."""
         count = math.prod(tensor.shape)
         if tensor.fill.kind in ("conv", "a_log"):
             yield self._shaped(tensor, count)
