@@ -103,9 +103,11 @@ def test_a_damaged_header_is_made_again(stopped: Case, number: int, offset: int)
     assert result.read_bytes == 0, "no tensor was damaged"
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
+DAMAGES = ("deleted", "empty", "half", "one byte short", "one byte long", "zeros", "random")
+
+
 @pytest.mark.parametrize(
-    "damage", ["deleted", "empty", "half", "one byte short", "one byte long", "zeros", "random"]
+    ("number", "damage"), [((index + more) % 4, damage) for index, damage in enumerate(DAMAGES) for more in (0, 1)]
 )
 def test_a_damaged_data_file_is_made_again(stopped: Case, number: int, damage: str) -> None:
     path = data_file(stopped, number)

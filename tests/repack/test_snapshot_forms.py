@@ -38,8 +38,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_snapshot(WIDE, tmp_path_factory.mktemp("wide") / "snapshot")
 
 
-@pytest.mark.parametrize("order", ["id", "shuffled", "scattered", "lexicographic"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(
+    ("order", "shards"), [("id", 3), ("shuffled", 1), ("scattered", 1), ("scattered", 3), ("lexicographic", 1)]
+)
 def test_every_order_of_experts(tmp_path: Path, order: Any, shards: int) -> None:
     model = dataclasses.replace(WIDE, expert_order=order, shards_per_layer=shards, experts=11)
     snapshot = write_snapshot(model, tmp_path / "snapshot")
@@ -81,7 +82,7 @@ def test_layers_with_different_experts(wide: Path, tmp_path: Path, smaller: int)
         assert found.manifest["geometry"]["expert_payload_bytes"] == 3 * (128 * 80 + 128 * 5)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_order_in_any_shards(wide: Path, tmp_path: Path, seed: int) -> None:
     """Tensors thrown into shards at random, headers of any length, so that nothing is aligned to anything."""
     rng = random.Random(seed)

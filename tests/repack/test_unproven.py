@@ -108,7 +108,7 @@ def test_every_kind_of_call_that_fails(source: Path, tmp_path: Path, call: str, 
     whole = FailingCall(call, errno.EIO, home, at=1 << 30)
     with whole.active():
         assert command(*arguments).exit_code == 0
-    step = max(1, whole.seen // 10)
+    step = max(1, whole.seen // 5)
     for number, at in zip(cycle(ERRNOS), range(0, whole.seen, step), strict=False):
         fault = FailingCall(call, number, home, at)
         with fault.active():

@@ -74,8 +74,8 @@ def test_cold_and_warm_and_several_at_once(
             assert tokens == wanted
         misses = daemon.status()["cache"]["misses"]
         assert misses > 0
-        runs = [start_run("--store", path) for _ in range(4)]
-        assert [outcome(run)[0] for run in runs] == [wanted] * 4
+        runs = [start_run("--store", path) for _ in range(2)]
+        assert [outcome(run)[0] for run in runs] == [wanted] * 2
         assert daemon.status()["cache"]["misses"] == misses  # all of it was there
         wait_until(lambda: daemon.status()["clients"] == [])
         assert daemon.status()["cache"]["states"]["held"] == 0

@@ -311,7 +311,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, k
 
 def test_the_largest_experts_are_added_up_without_end(tmp_path: Path) -> None:
     header = RouteHeader("m", 1, (TracedLayer(65535, 1 << 16, 1 << 40),))
-    passes = [RoutedPass(0, 1 << 16, (Choice(u16(*[1] * (1 << 16)), np.arange(1 << 16, dtype=np.uint16)),))] * 200
+    passes = [RoutedPass(0, 1 << 16, (Choice(u16(*[1] * (1 << 16)), np.arange(1 << 16, dtype=np.uint16)),))] * 130
     result = simulate(Requests.from_passes(header, passes), "belady", 1)
     assert result.bytes_read == result.misses << 40
     assert result.bytes_read > 1 << 63

@@ -262,7 +262,7 @@ def test_the_source_grade_never_claims_what_it_could_not_read(tmp_path: Path, ca
     whole = FailingCall(call, errno.EIO, tmp_path, at=1 << 30)
     with whole.active():
         assert verify(home, "--source", snapshot, "--json").exit_code == 0
-    for number, at in zip(cycle(ERRNOS), range(0, whole.seen, max(1, whole.seen // 12)), strict=False):
+    for number, at in zip(cycle(ERRNOS), range(0, whole.seen, max(1, whole.seen // 6)), strict=False):
         fault = FailingCall(call, number, tmp_path, at)
         with fault.active():
             result = verify(home, "--source", snapshot, "--json")
