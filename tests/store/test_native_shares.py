@@ -253,7 +253,7 @@ def test_a_read_that_hangs_is_told_of(world: World) -> None:
         def hangs_alone() -> bool:
             """Tell whether the other drive's part of the expert has been read: both begin at once."""
             other_ns, hanging_ns = (root["oldest_read_ns"] for root in server.stats()["roots"])
-            return hanging_ns > 20_000_000 and other_ns == 0
+            return bool(hanging_ns > 20_000_000 and other_ns == 0)
 
         wait_until(hangs_alone)
         server.clear_faults()
