@@ -12,6 +12,7 @@ import pytest
 
 from k3.base.direct_io import ReadFile
 from k3.base.errors import DamageError, DriveError
+from k3.base.notes import forget_notes, take_notes
 from k3.base.pages import PAGE_BYTES
 from k3.container import dense_load
 from k3.container.dense_load import DenseLoad
@@ -169,6 +170,22 @@ def test_threads_that_are_refused_are_an_error(
         DenseLoad(container, NAMES, opener=opener)
     assert threading.active_count() == before
     assert all(file._fd < 0 for file in opened)
+
+
+def test_a_close_that_fails_is_noted_and_ends_no_thread_in_a_traceback(container: Container) -> None:
+    """The bytes matched their digests; a drive that reports a fault afterwards is worth a word, not the run."""
+
+    class Failing(ReadFile):
+        def close(self) -> None:
+            super().close()
+            raise DriveError("cannot close: Input/output error", path=self.path)
+
+    forget_notes()
+    with DenseLoad(container, NAMES, opener=lambda path, direct: Failing(path, direct=direct)) as load:
+        assert all(same(load.take(name), container.read_tensor(name)) for name in NAMES)
+    (note,) = take_notes()
+    assert "cannot close: Input/output error" in note
+    assert "matched its digests" in note
 
 
 def test_what_the_listener_raises_is_raised(container: Container) -> None:
