@@ -1,4 +1,4 @@
-"""Types of arrays, and of the fixtures with which kernels are called in every way that they can run."""
+"""Types of arrays, and of the fixtures that call kernels with every variant and thread count."""
 
 from __future__ import annotations
 

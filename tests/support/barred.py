@@ -1,4 +1,4 @@
-"""What tests of huge pages share: a process that gets none, and whether this machine grants any."""
+"""Helpers for tests of huge pages: a process that is refused them, and a check that this machine grants any."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BARRED = [
     f"assert ctypes.CDLL(None).prctl({_PR_SET_THP_DISABLE}, 1, 0, 0, 0) == 0\n"
     "os.execv(sys.argv[1], sys.argv[1:])\n",
 ]
-"""Words to put before a command: the kernel refuses it huge pages, as where they are disabled."""
+"""Arguments to put before a command so that the kernel refuses it huge pages, as if they were disabled."""
 
 
 def machine_grants() -> bool:
-    """Whether this process gets huge pages now."""
+    """Return True if the kernel grants this process huge pages for a 64 MiB buffer now."""
     buffer = huge_buffer(64 << 20)
     populate(buffer)
     return not huge_pages([buffer]).refused

@@ -1,4 +1,4 @@
-"""The golden conversations and completions, the vocabulary that their ids are of, and what a message means."""
+"""The golden conversations and completions, the tokenizer of their ids, and messages reduced to their content."""
 
 from __future__ import annotations
 
@@ -20,30 +20,33 @@ COMPLETIONS: list[dict[str, Any]] = GOLDEN["completions"]
 
 
 def tokenizer_of(ranks: dict[bytes, int]) -> Tokenizer:
-    """A tokenizer of these ranks with the published special tokens behind them."""
+    """Return a tokenizer of these ranks, with the published special tokens numbered after them."""
     names = {len(ranks) + place: name for name, place in SPECIAL_PLACES.items()}
     return Tokenizer(Vocabulary(ranks, complete_names(names, len(ranks)), frozenset()))
 
 
 @cache
 def synthetic_tokenizer() -> Tokenizer:
-    """The tokenizer of `ids_synthetic`."""
+    """Return the tokenizer that made `ids_synthetic` in the golden file."""
     path = VECTORS / "synthetic.tiktoken.model"
     return tokenizer_of(parse_ranks(path.read_bytes(), path))
 
 
 def rank_lines(pieces: list[bytes]) -> bytes:
-    """A tiktoken.model of pieces in the order of their ranks."""
+    """Return the bytes of a tiktoken.model file; `pieces` are in the order of their ranks, from 0."""
     return b"".join(b"%s %d\n" % (base64.b64encode(piece), rank) for rank, piece in enumerate(pieces))
 
 
 def request_of(case: dict[str, Any]) -> ChatRequest:
-    """The request of a golden case, images written as the makers' encoder writes them."""
+    """Return the request of a golden case, with placeholders for images as the makers' encoder writes them."""
     return ChatRequest(case["messages"], image_placeholders=True, **case["kwargs"])
 
 
 def meaning(message: dict[str, Any], thinking: bool) -> tuple[str, str, list[tuple[str, object]]]:
-    """Reasoning, content and calls of an assistant's message in OpenAI's form, by the format's rules."""
+    """Return reasoning, content and calls (name, arguments) of an assistant's message in OpenAI's form.
+
+    Without `thinking`, the reasoning is empty. Arguments that are no JSON stay text.
+    """
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
@@ -62,6 +65,6 @@ def meaning(message: dict[str, Any], thinking: bool) -> tuple[str, str, list[tup
 
 
 def understood(completion: Completion) -> tuple[str, str, list[tuple[str, object]]]:
-    """A parsed completion in the form of `meaning`."""
+    """Return reasoning, content and calls of a parsed completion, in the form of `meaning`."""
     calls: list[tuple[str, object]] = [(call.name, json.loads(call.arguments)) for call in completion.tool_calls]
     return completion.reasoning, completion.content, calls

@@ -1,7 +1,7 @@
 """Small whole containers, written straight from docs/container.md and not by the repacker.
 
 Everything is random bytes from a seed, so nothing repeats and no two extents can be mistaken for each other.
-`Built` knows what was written where; tests damage it and look who notices.
+`Built` has the place of all that was written, so that tests can damage it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DENSE = (
 
 @dataclass
 class Built:
-    """A container on disk and the truth about it."""
+    """A container on disk, and the bytes and extents that were written to it."""
 
     home: Path
     directories: list[Path]  # of each root
@@ -64,18 +64,18 @@ class Built:
     tensors: list[CatalogTensor] = field(default_factory=list)
 
     def path(self, number: int) -> Path:
-        """Where data file `number` is."""
+        """Return the path of data file `number`."""
         file = self.manifest.files[number]
         return self.directories[file.root] / file.path
 
     def piece(self, layer: int, expert: int, index: int = 0) -> tuple[Path, CatalogExtent]:
-        """The file and the extent of one piece of an expert."""
+        """Return the path and the extent of piece `index` of an expert."""
         extent = self.pieces[ExpertKey(layer, expert)][index]
         return self.path(extent.file), extent
 
 
 def flip(path: Path, offset: int, mask: int = 0x10) -> None:
-    """Change one bit of a file, as a bad cable would: size and times say nothing to a checker."""
+    """XOR one byte of a file with `mask`, by default one bit, as a faulty cable would; the size stays."""
     with open(path, "r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -84,7 +84,7 @@ def flip(path: Path, offset: int, mask: int = 0x10) -> None:
 
 
 def write_manifest(built: Built, manifest: Manifest) -> None:
-    """Publish another manifest, with a right digest."""
+    """Replace the manifest by another one, with a correct digest of itself."""
     built.manifest = manifest
     (built.home / MANIFEST_NAME).write_bytes(manifest.render())
 
@@ -191,7 +191,7 @@ class _Builder:
                 self.pieces[ExpertKey(layer, expert)].append(CatalogExtent(number, *extent, digest))
 
     def source_shard(self, layer: int) -> None:
-        """A shard as published: names in string order, header padded to 8, nothing aligned."""
+        """Write a shard as published: names in string order, header padded to 8 bytes, nothing page-aligned."""
         layout = self.layouts[layer]
         order = sorted(range(self.experts), key=str)
         entries = [
@@ -214,7 +214,7 @@ class _Builder:
         self.files.append(DataFile(len(self.kinds) - 1, name, "source", len(data), 0, None))
 
     def dense(self) -> list[CatalogTensor]:
-        """The dense blob: random numbers in every encoding. Its meaning is nobody's business here."""
+        """Write the dense blob, random bytes for tensors of every encoding, and return its catalog entries."""
         groups = []
         for name, dtype, shape, encoding in DENSE:
             groups += _stored(name, dtype, shape, encoding)
@@ -291,7 +291,7 @@ TEXT_FILES = {
 
 
 def _ranges(numbers: set[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers as inclusive ranges. Layers 1 and 2 always have dense tensors."""
+    """Return numbers as inclusive ranges, in rising order."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     ends = sorted(n for n in numbers if n + 1 not in numbers)
     return tuple(zip(starts, ends, strict=True))
@@ -304,7 +304,7 @@ def _fields(extent: CatalogExtent) -> tuple[int, int, int, int, bytes]:
 def _stored(
     name: str, dtype: str, shape: tuple[int, ...], encoding: Encoding
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """What the blob holds for a tensor: itself, or its weights and then its scales."""
+    """Return name, dtype and shape of what the blob holds: the tensor itself, or its weights, then its scales."""
     if encoding is Encoding.RAW:
         return [(name, dtype, shape)]
     if encoding is Encoding.F32:

@@ -68,7 +68,10 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Target:
-    """Sound bytes, their reader, and a maker of damaged ones. `agrees` holds for what may be read."""
+    """Sound bytes, the function that reads them, and one that damages them.
+
+    `agrees` is True of each result that a reading of damaged bytes may have instead of being refused.
+    """
 
     sound: bytes
     read: Callable[[bytes], Any]
@@ -77,12 +80,12 @@ class Target:
 
 
 def any_damage(data: bytes) -> Callable[[random.Random], bytes]:
-    """A maker of damage of all kinds."""
+    """Return a function that makes one damage of a random kind to `data`."""
     return lambda rng: mutated(data, rng.choice(MUTATIONS), rng)
 
 
 def make_target(name: str, place: Path) -> Target:
-    """The target of this name; its files lie in `place`."""
+    """Return the target of this name, whose files are written into `place`."""
     makers: dict[str, Callable[[Path], Target]] = {
         "catalog": _catalog, "manifest": _manifest, "manifest with its digest": _sealed_manifest,
         "root.json": _root_file, "journal": _journal, "config": _config, "tokenizer": _tokenizer,
@@ -265,7 +268,7 @@ def _route_trace(place: Path) -> Target:
 
 
 def _route_trace_inside(place: Path) -> Target:
-    """Damage that the frame's checksum does not see: it was made before."""
+    """Return a target whose damage is made before compression, so that the frame's checksum is right."""
     target = _route_trace(place)
     content = zstandard.ZstdDecompressor().decompressobj().decompress(target.sound)
     size = int.from_bytes(content[12:16], "little")
@@ -282,7 +285,7 @@ def _route_trace_inside(place: Path) -> Target:
 
 
 def _model_descriptor(place: Path) -> Target:
-    """The model as a daemon describes it to its clients: it may be another user's daemon."""
+    """Return the target for the model descriptor, which a client reads from what may be another user's daemon."""
     home = build_container(place / "home", [place / "a"], [1, 2]).home
     with contextlib.closing(Container.open(home, [place / "a"])) as container:
         tensors, dense_bytes = place_dense(tuple(container.tensor(name) for name in container.tensor_names()))

@@ -1,4 +1,4 @@
-"""What tests of the daemon share: one in this process (faults can be injected), one in a process of its own."""
+"""Daemons for tests: one in this process (faults can be injected), one in a process of its own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def daemon_inside(
     drain_s: float = 5.0,
     **settings: Any,
 ) -> Iterator[Inside]:
-    """Serve a container until the end of the block. `loop`: options of the control loop."""
+    """Serve a container until the end of the block. `loop` has options of the control loop."""
     claimed = claim(socket)
     try:
         service = Service.open(ServeSettings(tuple(directories), **settings), lambda what, done, total: None)
@@ -98,7 +98,7 @@ class Outside:
         return ask_status(self.socket)
 
     def kill(self) -> None:
-        """As the kernel does it when memory is out."""
+        """Send SIGKILL, as the kernel does when memory runs out, and wait for the end."""
         self.process.kill()
         self.process.wait(60)
 
@@ -116,7 +116,7 @@ def serve_command(socket: Path, directories: Sequence[Path], *options: str) -> l
 
 
 def start(socket: Path, directories: Sequence[Path], *options: str, ready: bool = True, **how: Any) -> Outside:
-    """Start a daemon; with `ready`, wait until it answers."""
+    """Start a daemon; with `ready`, wait until it answers, and raise AssertionError with its log if it ends."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("K3_")}
     how = {"env": environment, **how}
     command = serve_command(socket, directories, "--log-json", *options)
@@ -142,7 +142,7 @@ def start(socket: Path, directories: Sequence[Path], *options: str, ready: bool 
 
 @contextlib.contextmanager
 def daemon_outside(socket: Path, directories: Sequence[Path], *options: str, **how: Any) -> Iterator[Outside]:
-    """`start`, and the end of the process with the block."""
+    """Start a daemon as `start` does, and kill it at the end of the block."""
     daemon = start(socket, directories, *options, **how)
     try:
         yield daemon
@@ -152,12 +152,12 @@ def daemon_outside(socket: Path, directories: Sequence[Path], *options: str, **h
 
 
 def messages(daemon: Outside) -> list[str]:
-    """What it logged."""
+    """Return the messages that a daemon has logged so far as JSON."""
     return [json.loads(line)["message"] for line in daemon.log if line.startswith("{") and "message" in line]
 
 
 def answers(socket: Path) -> bool:
-    """Whether a daemon serves there."""
+    """Return True if a daemon answers on this socket."""
     try:
         ask_status(socket)
     except DaemonError:

@@ -1,4 +1,4 @@
-"""What tests of the engine share: the golden snapshots, loaded models, and the numbers to compare with."""
+"""Helpers for tests of the engine: the golden snapshots, loaded models, and the numbers to compare with."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ VECTORS = Path(__file__).parents[1] / "vectors"
 Array = npt.NDArray[Any]
 
 GOLDEN_REL_L2 = 2e-5
-"""How far logits may be from the golden ones; independent implementations agree to 5e-6."""
+"""Largest relative L2 distance of logits from the golden ones; independent implementations agree to 5e-6."""
 
 
 def golden(name: str) -> dict[str, Array]:
-    """The arrays of a golden file."""
+    """Return the arrays of a golden file, by name."""
     with np.load(VECTORS / f"{name}.npz") as file:
         return {key: file[key] for key in file}
 
 
 def rel_l2(found: Array, wanted: Array) -> float:
-    """Relative L2 distance."""
+    """Return the L2 norm of the difference, divided by that of `wanted`."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def snapshot(name: str = "tiny_s1", bits: int = 16) -> Snapshot:
-    """A golden snapshot with its matrices in this many bits."""
+    """Open a golden snapshot whose dense matrices are read in this many bits."""
     return Snapshot.open([VECTORS / name], recipe=Recipe(bits, bits, bits))
 
 
 def copied(name: str, target: Path) -> Path:
-    """A private, writable copy of a golden snapshot."""
+    """Copy a golden snapshot to `target`, writable, and return its path."""
     shutil.copytree(VECTORS / name, target, copy_function=shutil.copyfile)
     target.chmod(0o755)
     return target
 
 
 def loaded_model(source: ModelSource, config: ModelConfig, experts: ExpertSource, options: ModelOptions) -> Model:
-    """A model with all its weights in memory."""
+    """Return a model with all its dense weights in memory."""
     with contextlib.closing(source.begin_load(needed_names(source.tensor_names(), config))) as reading:
         model = Model(source, config, experts, options, reading)
         model.load()
@@ -70,7 +70,7 @@ def loaded(
     layers: str | None = None,
     wrap: Callable[[ExpertSource], ExpertSource] = lambda experts: experts,
 ) -> Iterator[Model]:
-    """A model over a FileSource, perhaps wrapped, that is closed afterwards."""
+    """Load a model whose experts come from a FileSource, wrapped by `wrap`; close the source after the block."""
     config = ModelConfig.from_raw(source.config, Path("config.json"))
     if layers is not None:
         config = config.truncated(layers)
@@ -82,7 +82,7 @@ def loaded(
 
 
 def all_logits(model: Model, ids: Array, chunk: int) -> Array:
-    """Logits [T, vocab] of a prompt that is taken `chunk` tokens at a time."""
+    """Return the logits [T, vocab] of a prompt that is taken in `chunk` tokens at a time."""
     rows: list[Array] = []
     Session(model, len(ids), chunk).prefill(ids.tolist(), rows.append)
     return np.concatenate(rows)

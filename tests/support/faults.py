@@ -1,4 +1,4 @@
-"""Scripted and seeded faults: what drives, kernels and cables do, on demand.
+"""Scripted and seeded faults of drives, kernels and cables.
 
 `DriveFaults.open` opens files whose reads follow a script; `FaultySource` disturbs the leases of any source.
 Both are deterministic for a seed and a single thread; print the seed when something fails.
@@ -29,9 +29,9 @@ STALL_MS = 100_000
 
 @dataclass
 class Fault:
-    """One thing to go wrong: with reads of `path` (any file if None) that cover `offset` (any if None).
+    """A fault of reads of `path` (any file if None) that cover byte `offset` (any if None).
 
-    It strikes `times` times. A stall lasts until `DriveFaults.resume`.
+    It happens `times` times. A stall lasts until `DriveFaults.resume`.
     """
 
     kind: Kind
@@ -40,7 +40,7 @@ class Fault:
     times: int = 1
 
     def strikes(self, path: Path, start: int, count: int) -> bool:
-        """Whether a read of `count` bytes from `start` meets it."""
+        """Return True if a read of `count` bytes from `start` has this fault."""
         right_file = self.path is None or path == self.path
         return self.times > 0 and right_file and (self.offset is None or start <= self.offset < start + count)
 
@@ -114,7 +114,7 @@ def _short_read(fd: int, target: Any, offset: int, count: int) -> int:
 
 
 class FaultySource:
-    """A source whose leases arrive in another order, and fail where told to.
+    """A source whose leases arrive in another order, and some of which fail.
 
     Up to `window` leases are held back to be shuffled (so the inner source needs that many slots). An expert in
     `failures` raises its error instead of arriving, once.
@@ -139,15 +139,15 @@ class FaultySource:
         return _FaultyStream(self._inner.lease(layer, experts), random_order, self._window, self._failures)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> Callable[[], None]:
-        """Passed on."""
+        """Prefetch from the inner source; no fault happens here."""
         return self._inner.prefetch(layer, experts)
 
     def huge_pages(self) -> HugePages:
-        """The inner source's memory."""
+        """Return the huge pages of the inner source."""
         return self._inner.huge_pages()
 
     def stats(self) -> SourceStats:
-        """The inner source's counters."""
+        """Return the inner source's counters."""
         return self._inner.stats()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Taking experts from a source, and what they must be: for the tests of `FileSource`."""
+"""Experts taken from a source, and the bytes that they must have: for the tests of `FileSource`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from k3.model.keys import ExpertKey
 from tests.support.containers import Built
 
 EXPERTS = 5
-"""Of each layer that `build_container` makes."""
+"""Number of experts in each layer that `build_container` makes."""
 
 
 def take(source: Any, layer: int, experts: Any) -> dict[int, bytes]:

@@ -1,4 +1,4 @@
-"""Descriptors whose close sleeps until somebody lets it go: what a hostile client may send to a daemon."""
+"""Descriptors whose close() blocks until they are released, such as a hostile client may send to a daemon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LINGER = struct.Struct("ii")
 
 
 class Lingering:
-    """A TCP socket with data that the other side does not take. `release` ends the sleep of who closes it."""
+    """A TCP socket with unsent data and SO_LINGER of 60 s, so that closing it blocks until `release`."""
 
     def __init__(self) -> None:
         with socket.socket() as listening:
@@ -27,12 +27,12 @@ class Lingering:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 60))
 
     def sent_over(self, connection: socket.socket, data: bytes) -> None:
-        """Send it beside a message; nobody but the receiver has it then."""
+        """Send the descriptor with a message and close it here, so that only the receiver has it."""
         socket.send_fds(connection, [data], [self.socket.fileno()])
         self.socket.close()
 
     def release(self) -> None:
-        """Reset the connection: nothing is left to wait for. A second call does nothing."""
+        """Reset the connection, which ends a close() that blocks. A second call does nothing."""
         if self._other.fileno() < 0:
             return
         self._other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
@@ -41,7 +41,7 @@ class Lingering:
 
 @contextlib.contextmanager
 def lingering(count: int = 1) -> Iterator[list[Lingering]]:
-    """Some of them; released, and closed, at the end at the latest."""
+    """Make `count` of them; release and close at the end of the block those that still are open."""
     made = [Lingering() for _ in range(count)]
     try:
         yield made

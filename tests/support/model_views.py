@@ -1,4 +1,4 @@
-"""Other faces of a container's experts for source tests: without digests, scattered, or counted."""
+"""Views of a container whose experts have no digests, or an extent for each part, for tests of sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from k3.model.keys import Extent
 
 
 class ModelView:
-    """A `ModelSource` that passes everything to a container, except where an expert lies."""
+    """A `ModelSource` that passes every call to a container; subclasses change `expert_extents`."""
 
     def __init__(self, container: Container) -> None:
         self._container = container
@@ -20,7 +20,7 @@ class ModelView:
 
 
 class Undigested(ModelView):
-    """Like a raw snapshot: nobody knows a digest."""
+    """A view whose extents have no digest, like those of a snapshot."""
 
     def expert_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
         extents = self._container.expert_extents(layer, expert)
@@ -28,7 +28,7 @@ class Undigested(ModelView):
 
 
 class Scattered(ModelView):
-    """One extent per part: a shard whose tensors lie in no useful order. Only for contiguous experts."""
+    """A view with one extent per expert part, without digests. Each expert must lie in one extent."""
 
     def expert_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
         first = self._container.expert_extents(layer, expert)[0]

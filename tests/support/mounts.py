@@ -19,7 +19,7 @@ def _mount(*arguments: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def small_tmpfs(place: Path, size: str) -> Iterator[Path]:
-    """A file system of this size (as mount spells it: 1m) in memory, mounted on `place`."""
+    """Mount a file system in memory on `place` until the end of the block; `size` is as mount spells it (1m)."""
     place.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={size}", "k3-test", place)
     try:
@@ -35,7 +35,7 @@ def resize(place: Path, size: str) -> None:
 
 @contextlib.contextmanager
 def read_only(directory: Path, place: Path) -> Iterator[Path]:
-    """`directory` once more, mounted read-only on `place`."""
+    """Mount `directory` a second time, read-only, on `place` until the end of the block."""
     place.mkdir(parents=True, exist_ok=True)
     _mount("--bind", directory, place)
     try:

@@ -1,4 +1,4 @@
-"""Bytes with damage of several kinds, by seed: what drives, downloads and forgers do to a file."""
+"""Bytes with seeded damage of several kinds, such as drives, downloads and forgers do to a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NASTY = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 
 
 
 def mutated(data: bytes, kind: str, rng: random.Random) -> bytes:
-    """`data` with one damage of this kind. Of the same length, but for cuts."""
+    """Return `data` with one damage of this kind; only a cut changes the length."""
     if not data:
         return b"\xff"
     found = bytearray(data)
@@ -52,7 +52,7 @@ _VALUE = re.compile(rb'(?<=[:\[,])\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|fals
 
 
 def mutated_json(data: bytes, rng: random.Random) -> bytes:
-    """JSON text with one value exchanged for another, one key dropped, or damage to its bytes."""
+    """Return JSON text with one value exchanged for another, one key dropped, or damage to its bytes."""
     values = list(_VALUE.finditer(data))
     if not values or rng.random() < 0.2:
         return mutated(data, rng.choice(MUTATIONS), rng)

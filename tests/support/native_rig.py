@@ -1,4 +1,4 @@
-"""A small world for the tests of the native data plane: files with experts, a server over them, clients."""
+"""Files with experts, a server over them, and clients, for the tests of the native data plane."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = 4096
 
 @dataclass
 class World:
-    """Files on disk, and what is in them: payloads[layer, expert]."""
+    """Files on disk, and the bytes of each expert in them: payloads[layer, expert]."""
 
     paths: list[tuple[int, Path]]
     payload_bytes: int
@@ -53,7 +53,7 @@ def make_world(
     unaligned: int = 0,
     seed: int = 0,
 ) -> World:
-    """One file per layer and root. `unaligned` n > 0: n extents per expert that begin anywhere, in one root."""
+    """Write one file per layer and root. With `unaligned` n > 0, an expert has n unaligned extents in one root."""
     random = np.random.default_rng(seed)
     paths: list[tuple[int, Path]] = []
     contents: list[bytearray] = []
@@ -95,7 +95,7 @@ def make_world(
 
 
 def start_server(world: World, **overrides: Any) -> NativeServer:
-    """A running server over a world."""
+    """Start a server over a world's files. `overrides` are fields of `ServerSettings`, and `direct`."""
     given: dict[str, Any] = {
         "slot_bytes": slot_bytes_for(world.payload_bytes), "slots": 16, "max_clients": 4, "quota": 2,
         "io_depth": 2,
@@ -112,7 +112,7 @@ def start_server(world: World, **overrides: Any) -> NativeServer:
 
 
 class Client:
-    """A client in this process: asks, waits, compares."""
+    """A client in this process that asks for experts, waits for them and compares their bytes."""
 
     def __init__(self, server: NativeServer, world: World, name: str = "test") -> None:
         self.server, self.world = server, world
@@ -129,7 +129,7 @@ class Client:
         assert self.ring.submit(tag, op, layer, list(experts)) == len(experts)
 
     def take(self, count: int, timeout_s: float = 30.0) -> list[Completion]:
-        """The next `count` completions."""
+        """Return the next `count` completions, or raise AssertionError after `timeout_s`."""
         until = time.monotonic() + timeout_s
         while len(self.inbox) < count:
             woken = self.ring.wait(max(0.0, until - time.monotonic()))
@@ -148,7 +148,7 @@ class Client:
         return granted
 
     def check(self, completion: Completion) -> None:
-        """The completion grants the right bytes."""
+        """Assert that the completion grants the right bytes of its expert."""
         assert completion.status == Status.OK, Status(completion.status).name
         view = self.ring.payload(completion.offset, completion.payload_bytes)
         assert view.tobytes() == self.world.payloads[completion.layer, completion.expert]

@@ -1,4 +1,4 @@
-"""Looks at a repacked container with other eyes: the `safetensors` package, LMDB and NumPy instead of our readers.
+"""Check a repacked container with the `safetensors` package, LMDB and NumPy instead of our readers.
 
 `check_container` compares everything it finds with the snapshot's own bytes. Only names and formulas of
 docs/container.md are used here, nothing of k3.container's layout or of the repacker.
@@ -49,7 +49,7 @@ def _is_pad(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the snapshot: as its header says, and its bytes."""
+    """A tensor of the snapshot: name, dtype and shape from the shard's header, and its bytes."""
 
     name: str
     dtype: str
@@ -87,7 +87,7 @@ def write_shard(path: Path, tensors: Iterable[Tensor], pad: int = 8) -> None:
 
 
 def write_index(directory: Path, shards: dict[str, Iterable[str]]) -> None:
-    """Write model.safetensors.index.json: shard file name to its tensors' names."""
+    """Write model.safetensors.index.json; `shards` has each shard's tensor names by its file name."""
     names = {name: shard for shard, tensors in shards.items() for name in tensors}
     document = {"metadata": {"total_size": 0}, "weight_map": names}
     (directory / "model.safetensors.index.json").write_text(json.dumps(document))
@@ -103,7 +103,7 @@ def rearrange(directory: Path, shards: dict[str, list[Tensor]], pad: int = 8) ->
 
 
 def shard_tensors(path: Path) -> list[Tensor]:
-    """The tensors of one safetensors file in storage order, read without any library."""
+    """Return the tensors of one safetensors file in storage order, read without any library."""
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     entries = json.loads(raw[8 : 8 + length])
@@ -130,13 +130,13 @@ def changed(snapshot: Path, target: Path, change: Mapping[str, object]) -> Path:
 
 
 def source_tensors(*directories: Path) -> dict[str, Tensor]:
-    """Every tensor of a snapshot, by name."""
+    """Return every tensor of a snapshot, by name."""
     paths = sorted(path for directory in directories for path in directory.glob("*.safetensors"))
     return {tensor.name: tensor for path in paths for tensor in shard_tensors(path)}
 
 
 def tree(*directories: Path, skip: Iterable[str] = ()) -> dict[str, str]:
-    """What lies in directories: relative names to SHA-256, folders included; `skip` are file names left out."""
+    """Return SHA-256 (of a folder, "/") by the directory's number and relative path, without names in `skip`."""
     found = {}
     for number, directory in enumerate(directories):
         for path in sorted(directory.rglob("*")):
@@ -148,7 +148,7 @@ def tree(*directories: Path, skip: Iterable[str] = ()) -> dict[str, str]:
 
 @dataclass
 class Found:
-    """What `check_container` saw."""
+    """The counts, encodings and order of tensors that `check_container` found."""
 
     manifest: dict[str, Any]
     experts: int = 0
@@ -192,7 +192,7 @@ def check_container(
 
 
 def wanted(sources: Sequence[Path], layers: Iterable[int] | None) -> dict[str, Tensor]:
-    """The snapshot's tensors, of some decoder layers only if asked."""
+    """Return the snapshot's tensors by name; with `layers`, those of other decoder layers are left out."""
     found = {}
     for name, tensor in source_tensors(*sources).items():
         match = re.search(r"\blayers\.(\d+)\.", name)
@@ -202,7 +202,7 @@ def wanted(sources: Sequence[Path], layers: Iterable[int] | None) -> dict[str, T
 
 
 class Catalog:
-    """catalog.mdb read by the page of docs/container.md alone."""
+    """The content of catalog.mdb, read as docs/container.md describes it, without our reader."""
 
     def __init__(self, path: Path) -> None:
         environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, max_dbs=4)
@@ -227,7 +227,7 @@ class Catalog:
             self.experts[struct.unpack(">II", key)] = [(r[0], *r[2:]) for r in records]
 
     def extents(self) -> list[tuple[int, int, int, int, bytes]]:
-        """Every extent: file, offset, payload, stored, digest."""
+        """Return every extent: file, offset, payload bytes, stored bytes, digest."""
         found = [record for records in self.experts.values() for record in records]
         for tensor in self.tensors:
             for item in (tensor["weights"], tensor["scales"]):
@@ -238,7 +238,7 @@ class Catalog:
 
 
 def check_files(catalog: Catalog, roots: Sequence[Path]) -> None:
-    """Sizes, headers, digests; extents tile written files; padding is zero."""
+    """Assert right sizes, headers and digests, extents that cover each written file, and padding of zeros."""
     by_file: dict[int, list[tuple[int, int, int, bytes]]] = {number: [] for number in range(len(catalog.files))}
     for extent in catalog.extents():
         by_file[extent[0]].append(extent[1:])
@@ -269,7 +269,7 @@ def check_files(catalog: Catalog, roots: Sequence[Path]) -> None:
 
 
 def check_experts(catalog: Catalog, roots: Sequence[Path], tensors: dict[str, Tensor]) -> int:
-    """Every expert's payload is its source tensors, parts in order of their names."""
+    """Assert that every expert's payload is its source tensors, parts in order of their names."""
     parts: dict[tuple[int, int], dict[str, Tensor]] = {}
     blocks = {}
     for name, tensor in tensors.items():
@@ -299,7 +299,7 @@ def check_experts(catalog: Catalog, roots: Sequence[Path], tensors: dict[str, Te
 
 
 def check_expert_files(catalog: Catalog, roots: Sequence[Path], tensors: dict[str, Tensor]) -> None:
-    """The same without the catalog: the files alone, opened by the safetensors package, give the experts back."""
+    """Assert the same without the catalog, from the files alone as the safetensors package reads them."""
     pieces: dict[str, dict[int, bytes]] = {}
     whole: dict[str, bytes] = {}
     for entry in catalog.files:
@@ -331,7 +331,7 @@ def check_expert_files(catalog: Catalog, roots: Sequence[Path], tensors: dict[st
 
 
 def check_dense(catalog: Catalog, roots: Sequence[Path], tensors: dict[str, Tensor], found: Found) -> None:
-    """Every dense tensor is there, in its encoding, computed here anew from the source."""
+    """Assert that every dense tensor has the bytes of its encoding, computed here from the source."""
     entry = catalog.files[0]
     assert entry["kind"] == "dense"
     raw = (roots[0] / entry["path"]).read_bytes()
@@ -371,7 +371,7 @@ def check_dense(catalog: Catalog, roots: Sequence[Path], tensors: dict[str, Tens
 
 
 def check_manifest(manifest: dict[str, Any], home: Path, sources: Sequence[Path]) -> None:
-    """What the manifest says about shards and small files is so."""
+    """Assert that the manifest is right about shards and small files."""
     shards = {path.name: path for directory in sources for path in directory.glob("*.safetensors")}
     for entry in manifest["source"]["shards"]:
         data = shards[entry["name"]].read_bytes()
@@ -403,7 +403,7 @@ def prove(
     more: Sequence[Path] = (),
     **expect: Any,
 ) -> Found:
-    """Repack with --verify-full, look at the result with other eyes, and run it again."""
+    """Repack with --verify-full, check the result with `check_container`, and run the repack again."""
     arguments: list[object] = [snapshot, home, *options]
     if drives:
         arguments += ["--dirs", ",".join(map(str, drives))]

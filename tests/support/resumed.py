@@ -18,7 +18,7 @@ from tests.support.repacked import tree
 
 
 class Listener(Watcher):
-    """Keeps the notes; stops the run when the `stop`-th shard begins."""
+    """A watcher that keeps notes and items, and interrupts the run when shard `stop` (from 0) begins."""
 
     def __init__(self, stop: int | None = None) -> None:
         self.notes: list[str] = []
@@ -36,7 +36,7 @@ class Listener(Watcher):
 
 @dataclass
 class Case:
-    """A snapshot of its own, a request over two roots, and the tree that an undisturbed run makes of it."""
+    """A copy of a snapshot, a request over two roots, and the tree that an uninterrupted run makes of it."""
 
     request: RepackRequest
     wanted: dict[str, str]
@@ -68,7 +68,7 @@ class Case:
 
 SHARES = (2, 1)
 STEPS = ("finish_data_files", "publish")
-"""Where `stopped` cases stand: everything is streamed and durable, and files are unnamed, or named."""
+"""Steps before which `stopped` cases end: all is durable, and data files have not, or have, their final names."""
 
 
 def request_in(place: Path) -> RepackRequest:
@@ -83,7 +83,7 @@ def prepared_case(prepared: dict[str, Path], state: str, place: Path) -> Case:
 
 
 def stop_after(case: Case, shards: int) -> None:
-    """Interrupt a run when that many shards are through."""
+    """Interrupt a run after that many shards."""
     with pytest.raises(KeyboardInterrupt):
         repack(case.request, Listener(stop=shards))
 
@@ -101,7 +101,7 @@ def stop_before(request: RepackRequest, monkeypatch: pytest.MonkeyPatch, step: s
 
 
 def data_file(case: Case, number: int) -> Path:
-    """Where a data file of the plan is now: with its name, or partial."""
+    """Return the path of a data file of the plan: its final one if that exists, else the partial file's."""
     planned = case.plan().files[number]
     final = case.roots[planned.root] / planned.path
     return final if final.exists() else final.with_name(final.name + ".partial")

@@ -1,6 +1,6 @@
-"""What every expert source promises, as one suite. Subclass it and give the `opened` fixture.
+"""One suite of tests for the contract of every expert source. Subclass it and give the `opened` fixture.
 
-The promises are those of `k3.store.source`'s text; nothing here knows what kind of source it tests.
+The contract is that of `k3.store.source`; nothing here depends on the kind of source.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ THREADS = 4
 
 
 class Open(Protocol):
-    """Opens one more source of the same kind over the same experts."""
+    """Open one more source of the same kind over the same experts."""
 
     def __call__(self, *, debug: bool = False) -> ExpertSource: ...
 
 
 @dataclass
 class Opened:
-    """A source, the truth about its experts, and a way to open another one."""
+    """A source, the right bytes of its experts, and a function that opens another one."""
 
     source: ExpertSource
     payloads: Mapping[ExpertKey, bytes]
@@ -43,7 +43,7 @@ class Opened:
         return sorted(key.expert for key in self.payloads if key.layer == layer)
 
     def take_all(self, layer: int) -> dict[int, bytes]:
-        """Every expert of a layer, copied and given back."""
+        """Lease every expert of a layer, and return copies of their bytes by number."""
         found: dict[int, bytes] = {}
         for lease in self.source.lease(layer, self.experts(layer)):
             with lease:
@@ -57,7 +57,7 @@ class Opened:
 
 
 class SourceSuite:
-    """The contract. A subclass has a fixture `opened` -> Opened and closes what it opens."""
+    """The tests. A subclass has a fixture `opened` that gives an `Opened` and closes it afterwards."""
 
     def test_every_id_arrives_once_with_its_bytes(self, opened: Opened) -> None:
         for layer in opened.layers * 2:
@@ -217,7 +217,7 @@ class SourceSuite:
 
 
 def run_threads(*bodies: Callable[[], Any]) -> None:
-    """Run the bodies at the same time; raise the first thing that went wrong in any of them."""
+    """Run the bodies in threads at the same time, and raise the first exception of any of them."""
     failures: list[BaseException] = []
 
     def guarded(body: Callable[[], Any]) -> None:

@@ -54,7 +54,7 @@ class FailingCall:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[FailingCall]:
-        """The calls of the process go through here inside this block."""
+        """Replace the calls of this process by ones that can fail, until the end of the block."""
         real_open, real_close, real_mmap = os.open, os.close, mmap.mmap
 
         def opened(path: Any, *arguments: Any, **keywords: Any) -> int:

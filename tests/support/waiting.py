@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process brings about. Only here may a test sleep."""
+"""Waits for a state that another thread or process reaches. Only here may a test sleep."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ BROKEN_PIPE = "a pipe that nobody reads"
 
 @dataclass(frozen=True)
 class Fault:
-    """The call of a function, counted from 1, that fails with an errno."""
+    """Call number `nth` (from 1) of a C function, which fails with errno `number`."""
 
     function: str
     nth: int
@@ -158,7 +158,7 @@ class _Shim(ctypes.Structure):
 
 
 def _find_shim() -> tuple[_Shim, Callable[[int], None]]:
-    """The shim's shared memory, and the call that arms it in this process."""
+    """Return the shim's shared memory and the function that arms it here; without a shim, stand-ins for both."""
     library = ctypes.CDLL(None)
     try:
         library.k3_shim.restype = ctypes.POINTER(_Shim)
