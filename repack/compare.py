@@ -45,7 +45,7 @@ from k3.repack.comparison import (
 )
 from k3.repack.interrupts import result, submit
 from k3.repack.jobs import ONE, Jobs
-from k3.repack.plan import Plan, PlannedTensor, Span
+from k3.repack.plan import Plan, PlannedExtent, PlannedTensor
 from k3.repack.shard_stream import ShardBegun, ShardStreamer
 from k3.repack.throttle import Throttle
 
@@ -119,7 +119,7 @@ class CompareDestination:
             self.experts.add(key)
 
     def dense_block(
-        self, tensor: PlannedTensor, span: Span, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
+        self, tensor: PlannedTensor, span: PlannedExtent, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
     ) -> None:
         """Compare whole pages of the dense blob."""
         unit = ComparedUnit("tensor", tensor.position, part=tensor_spans(tensor).index(span))
@@ -183,7 +183,7 @@ class CompareDestination:
     def header(self, number: int) -> None:
         """Compare a written file's header with the plan's."""
         expected = np.frombuffer(self._plan.header(number), np.uint8)
-        span = Span(number, 0, len(expected), len(expected))
+        span = PlannedExtent(number, 0, len(expected), len(expected))
         for start in range(0, len(expected), self._buffers.nbytes):
             block = expected[start : start + self._buffers.nbytes]
             self._range(ComparedUnit("header", number), span, start, block, None, None, None)
@@ -280,7 +280,7 @@ class CompareDestination:
     def _extents(self, key: ExpertKey) -> list[CatalogExtent]:
         return self._container.catalog.expert(key.layer, key.expert) or []
 
-    def _same_places(self, found: list[CatalogExtent], spans: Sequence[Span], key: ExpertKey) -> bool:
+    def _same_places(self, found: list[CatalogExtent], spans: Sequence[PlannedExtent], key: ExpertKey) -> bool:
         if [_place(extent) for extent in found] == [_place(span) for span in spans]:
             return True
         problem = "catalog points elsewhere than the source's plan" if found else "catalog has no such expert"
@@ -293,7 +293,7 @@ class CompareDestination:
     def _range(
         self,
         unit: ComparedUnit,
-        span: Span,
+        span: PlannedExtent,
         offset: int,
         expected: Bytes,
         digest: bytes | None,
@@ -384,7 +384,7 @@ class CompareDestination:
                 self.differences.append(Difference(problem, str(path), offset, layer, expert, name, cause))
 
 
-def _place(item: CatalogExtent | Span) -> tuple[int, int, int, int]:
+def _place(item: CatalogExtent | PlannedExtent) -> tuple[int, int, int, int]:
     return (item.file, item.offset, item.payload_bytes, item.stored_bytes)
 
 

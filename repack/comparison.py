@@ -18,7 +18,7 @@ from k3.base.ledger import Ledger
 from k3.checkpoint.shard import Shard
 from k3.container.manifest import Manifest
 from k3.model.keys import ExpertKey
-from k3.repack.plan import Plan, PlannedTensor, Span
+from k3.repack.plan import Plan, PlannedExtent, PlannedTensor
 
 
 class ComparedUnit(NamedTuple):
@@ -58,7 +58,7 @@ def expert_unit(key: ExpertKey, part: int) -> ComparedUnit:
     return ComparedUnit("expert", key.layer, key.expert, part)
 
 
-def tensor_spans(tensor: PlannedTensor) -> tuple[Span, ...]:
+def tensor_spans(tensor: PlannedTensor) -> tuple[PlannedExtent, ...]:
     """Return a tensor's weights and, where it has them, its scales."""
     return (tensor.weights,) if tensor.scales is None else (tensor.weights, tensor.scales)
 

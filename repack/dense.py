@@ -21,7 +21,7 @@ from k3.model.encoded_tensor import NUMPY_DTYPES
 from k3.model.keys import Encoding
 from k3.repack.buffers import BufferPool
 from k3.repack.destination import Destination
-from k3.repack.plan import PlannedTensor, Span, row_bytes
+from k3.repack.plan import PlannedExtent, PlannedTensor, row_bytes
 
 GATHER_BYTES = 1 << 20
 OUTPUT_BYTES = 4 << 20
@@ -30,7 +30,9 @@ OUTPUT_BYTES = 4 << 20
 class _Output:
     """Collects one stored run (weights or scales) in whole pages and digests it."""
 
-    def __init__(self, tensor: PlannedTensor, span: Span, destination: Destination, pool: BufferPool) -> None:
+    def __init__(
+        self, tensor: PlannedTensor, span: PlannedExtent, destination: Destination, pool: BufferPool
+    ) -> None:
         self._tensor = tensor
         self._span = span
         self._destination = destination

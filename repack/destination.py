@@ -12,7 +12,7 @@ from typing import Protocol
 from k3.base.direct_io import Bytes
 from k3.model.keys import ExpertKey
 from k3.repack.buffers import BufferPool
-from k3.repack.plan import PlannedTensor, Span
+from k3.repack.plan import PlannedExtent, PlannedTensor
 
 
 class Destination(Protocol):
@@ -25,7 +25,7 @@ class Destination(Protocol):
         """Take the digests of an expert that stays where it is, one per extent, in payload order."""
 
     def dense_block(
-        self, tensor: PlannedTensor, span: Span, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
+        self, tensor: PlannedTensor, span: PlannedExtent, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
     ) -> None:
         """Whole pages `data` (a view of `buffer`) of a tensor's weights or scales, at `offset` of the blob."""
 

@@ -51,8 +51,8 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A run of a data file: payload first, then zeros up to the stored size."""
+class PlannedExtent:
+    """An extent as it is planned, before it has a digest: payload first, then zeros up to the stored size."""
 
     file: int
     offset: int
@@ -67,8 +67,8 @@ class PlannedTensor:
     position: int
     source: SourceTensor
     encoding: Encoding
-    weights: Span
-    scales: Span | None
+    weights: PlannedExtent
+    scales: PlannedExtent | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ class PlannedLayer:
     files: tuple[int, ...]
     header_bytes: tuple[int, ...]
 
-    def spans(self, expert: int) -> tuple[Span, ...]:
+    def spans(self, expert: int) -> tuple[PlannedExtent, ...]:
         """Return the spans of an expert's pieces. A layer's experts are equally large: ids tell places."""
         return tuple(
-            Span(file, header + expert * piece.stored_bytes, piece.payload_bytes, piece.stored_bytes)
+            PlannedExtent(file, header + expert * piece.stored_bytes, piece.payload_bytes, piece.stored_bytes)
             for piece, file, header in zip(self.pieces, self.files, self.header_bytes, strict=True)
         )
 
@@ -161,8 +161,8 @@ class Plan:
         spans = iter(layout.extents)
         planned = []
         for position, (name, encoding) in enumerate(self._dense_names):
-            weights = Span(0, *next(spans))
-            scales = Span(0, *next(spans)) if encoding in (Encoding.INT8, Encoding.INT4) else None
+            weights = PlannedExtent(0, *next(spans))
+            scales = PlannedExtent(0, *next(spans)) if encoding in (Encoding.INT8, Encoding.INT4) else None
             planned.append(PlannedTensor(position, self.snapshot.tensors[name], encoding, weights, scales))
         self.tensors = tuple(planned)
         self._by_name = {tensor.source.name: tensor for tensor in planned}
@@ -230,12 +230,14 @@ class Plan:
         layer = self.layers[file.layer]
         return expert_file_layout(layer.layout, layer.experts, layer.pieces, file.root).header
 
-    def expert_spans(self, key: ExpertKey) -> tuple[Span, ...]:
+    def expert_spans(self, key: ExpertKey) -> tuple[PlannedExtent, ...]:
         """Return the spans of an expert in the finished container, in payload order."""
         if not self.in_place:
             return self.layers[key.layer].spans(key.expert)
         return tuple(
-            Span(self._source_files[str(extent.path)], extent.offset, extent.payload_bytes, extent.stored_bytes)
+            PlannedExtent(
+                self._source_files[str(extent.path)], extent.offset, extent.payload_bytes, extent.stored_bytes
+            )
             for extent in self.source_extents(key)
         )
 

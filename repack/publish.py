@@ -36,7 +36,7 @@ from k3.container.manifest import DataFile, Geometry, Manifest, Root, SmallFile,
 from k3.model.keys import layer_of
 from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
 from k3.repack.journal import Journal
-from k3.repack.plan import Plan, Span
+from k3.repack.plan import Plan, PlannedExtent
 from k3.repack.small_files import SmallFiles
 
 _RECORD_BYTES_MAX = 4096
@@ -194,7 +194,7 @@ def _tensor_records(plan: Plan, journal: Journal) -> Iterator[CatalogTensor]:
         )
 
 
-def _extent(span: Span, digest: bytes) -> CatalogExtent:
+def _extent(span: PlannedExtent, digest: bytes) -> CatalogExtent:
     return CatalogExtent(span.file, span.offset, span.payload_bytes, span.stored_bytes, digest)
 
 

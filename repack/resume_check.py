@@ -17,7 +17,7 @@ from k3.container.layout import PARTIAL_SUFFIX
 from k3.model.keys import ExpertKey
 from k3.repack.buffers import BufferPool
 from k3.repack.journal import Journal
-from k3.repack.plan import Plan, Span
+from k3.repack.plan import Plan, PlannedExtent
 
 READ_BYTES = 16 << 20
 READERS = 3
@@ -60,7 +60,7 @@ def recheck(
     buffers = BufferPool(READERS, READ_BYTES)
     try:
 
-        def check(unit: tuple[ExpertKey | int, tuple[Span, ...], tuple[bytes, ...]]) -> bool:
+        def check(unit: tuple[ExpertKey | int, tuple[PlannedExtent, ...], tuple[bytes, ...]]) -> bool:
             _, spans, digests = unit
             return all(
                 _span_digest(_written_path(plan, directories, span.file), span, buffers, direct) == digest
@@ -84,7 +84,9 @@ def recheck(
     return Recheck(good, checked_bytes, tuple(bad_experts), tuple(bad_tensors), huge_pages(buffers.made))
 
 
-def _units(plan: Plan, journal: Journal) -> Iterator[tuple[ExpertKey | int, tuple[Span, ...], tuple[bytes, ...]]]:
+def _units(
+    plan: Plan, journal: Journal
+) -> Iterator[tuple[ExpertKey | int, tuple[PlannedExtent, ...], tuple[bytes, ...]]]:
     if not plan.in_place:
         for key, digests in sorted(journal.experts.items()):
             yield key, plan.expert_spans(key), digests
@@ -101,7 +103,7 @@ def _written_path(plan: Plan, directories: Mapping[int, Path], number: int) -> P
     return partial if is_there(partial) else final
 
 
-def _span_digest(path: Path, span: Span, buffers: BufferPool, direct: bool) -> bytes | None:
+def _span_digest(path: Path, span: PlannedExtent, buffers: BufferPool, direct: bool) -> bytes | None:
     hasher = checksum.Hasher()
     buffer = buffers.take()
     try:

@@ -22,7 +22,7 @@ from k3.repack.buffers import BufferPool
 from k3.repack.interrupts import result, submit
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord
-from k3.repack.plan import Plan, PlannedTensor, Span
+from k3.repack.plan import Plan, PlannedExtent, PlannedTensor
 
 COMMIT_BYTES = 1 << 30
 WRITERS_PER_ROOT = 2
@@ -86,7 +86,7 @@ class WriteDestination:
             self._experts[key] = digests
 
     def dense_block(
-        self, tensor: PlannedTensor, span: Span, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
+        self, tensor: PlannedTensor, span: PlannedExtent, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
     ) -> None:
         """Write whole pages of the dense blob."""
         if tensor.position in self._journal.tensors:

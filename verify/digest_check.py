@@ -35,7 +35,7 @@ from k3.verify.finding import Finding, Kind, finding_of
 from k3.verify.odd_pieces import OddPieces
 from k3.verify.structure import Structure
 from k3.verify.target import Target
-from k3.verify.verdict import Unit, unexplained
+from k3.verify.verdict import VerifyUnit, unexplained
 
 READ_BYTES = 16 << 20
 """Most bytes asked of a drive at once."""
@@ -167,9 +167,9 @@ class _Check:
             findings.append(finding_of(self._trouble, Kind.UNREADABLE))
         return findings
 
-    def _unit(self, target: Target) -> Unit:
+    def _unit(self, target: Target) -> VerifyUnit:
         path = self._structure.file_path(target.file)
-        return Unit(
+        return VerifyUnit(
             "" if path is None else str(path), self._root(target), target.stored_bytes, target.offset,
             target.layer, target.expert, target.tensor,
         )  # fmt: skip

@@ -32,7 +32,7 @@ from k3.verify.files import Checked, check_data_file, check_small_file, find_ext
 from k3.verify.finding import Finding, Kind, finding_of
 from k3.verify.roots import find_roots
 from k3.verify.target import Target
-from k3.verify.verdict import Unit, unexplained
+from k3.verify.verdict import VerifyUnit, unexplained
 
 _LAYERS_MAX = 1 << 20
 """A range of layers is written out, so an absurd one must not be believed."""
@@ -55,7 +55,7 @@ class Structure:
     targets: list[Target] = field(default_factory=list)
     catalogued: bool = False
     layouts: dict[int, ExpertLayout] = field(default_factory=dict)  # of experts, by layer
-    tally: Tally[Unit] = field(default_factory=Tally)
+    tally: Tally[VerifyUnit] = field(default_factory=Tally)
 
     def file_path(self, number: int) -> Path | None:
         """Return the path of data file `number`, whether it is there or not; None when its root is not there."""
@@ -68,7 +68,7 @@ class Structure:
         """Numbers of the roots that are not there."""
         return {number for number, directory in enumerate(self.directories) if directory is None}
 
-    def account(self, unit: Unit, checked: Checked) -> None:
+    def account(self, unit: VerifyUnit, checked: Checked) -> None:
         """Note what a check of one file found, and that it was proven if it was."""
         self.findings += checked.findings
         if checked.equal:
@@ -112,22 +112,22 @@ def check_structure(home: Path, places: Sequence[Path] = ()) -> Structure:
     return structure
 
 
-def _small_units(structure: Structure, manifest: Manifest) -> list[Unit]:
+def _small_units(structure: Structure, manifest: Manifest) -> list[VerifyUnit]:
     """Small files, the catalog, and one root.json for each drive root (whose size the manifest does not have)."""
     units = [
-        Unit(str(structure.home / small.path), 0, small.bytes)
+        VerifyUnit(str(structure.home / small.path), 0, small.bytes)
         for small in (*manifest.text_files, manifest.catalog)
     ]
     for number, root in enumerate(manifest.roots):
         if root.root_file_digest is not None:
-            units.append(Unit(f"{structure.directories[number] or root.path}/{ROOT_NAME}", number, 0))
+            units.append(VerifyUnit(f"{structure.directories[number] or root.path}/{ROOT_NAME}", number, 0))
     return units
 
 
-def _data_units(structure: Structure, manifest: Manifest) -> list[Unit]:
+def _data_units(structure: Structure, manifest: Manifest) -> list[VerifyUnit]:
     """One for each data file: its header, and that it has its size."""
     return [
-        Unit(str(structure.file_path(number) or f"{manifest.roots[file.root].path}/{file.path}"), file.root,
+        VerifyUnit(str(structure.file_path(number) or f"{manifest.roots[file.root].path}/{file.path}"), file.root,
              file.header_bytes)
         for number, file in enumerate(manifest.files)
     ]  # fmt: skip
@@ -189,7 +189,7 @@ def _check_catalog(structure: Structure, manifest: Manifest) -> CatalogCheck | N
     """Return the catalog's digest, then what it says; None when it cannot be used."""
     path = structure.home / CATALOG_NAME
     checked = check_small_file(path, manifest.catalog.digest, manifest.catalog.bytes, root=0)
-    structure.account(Unit(str(path), 0, manifest.catalog.bytes), checked)
+    structure.account(VerifyUnit(str(path), 0, manifest.catalog.bytes), checked)
     if not checked.equal:  # walking a damaged tree could crash
         return None
     content = read_catalog(path)

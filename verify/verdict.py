@@ -17,7 +17,7 @@ from k3.verify.finding import Finding, Kind, Severity, exit_code, finding_of
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class VerifyUnit:
     """The unit that a ledger of this room counts: `nbytes` of a file, from `offset` on.
 
     Without an offset the unit stands for its file: a small one as a whole, or a data file's header and size.
@@ -48,7 +48,7 @@ def verdict(
 
 
 def unexplained(
-    units: Iterable[Unit],
+    units: Iterable[VerifyUnit],
     findings: Sequence[Finding],
     *,
     lost_roots: Collection[int] = (),
@@ -67,7 +67,7 @@ def unexplained(
             explained.setdefault(finding.path or "", []).append(finding)
             if finding.root in lost_roots:
                 told_roots.add(finding.root)
-    left: dict[str, list[Unit]] = {}
+    left: dict[str, list[VerifyUnit]] = {}
     for unit in units:
         covered = any(_covers(finding, unit) for finding in explained.get(unit.path, ()))
         if not covered and unit.root not in told_roots:
@@ -75,7 +75,7 @@ def unexplained(
     return [_uncompared(path, group, (reasons or {}).get(path), otherwise) for path, group in left.items()]
 
 
-def _covers(finding: Finding, unit: Unit) -> bool:
+def _covers(finding: Finding, unit: VerifyUnit) -> bool:
     """Return whether a finding of the same file is about this unit, too."""
     if finding.offset is None or unit.offset is None:
         return True
@@ -84,7 +84,7 @@ def _covers(finding: Finding, unit: Unit) -> bool:
 
 
 def _uncompared(
-    path: str, units: list[Unit], reason: tuple[Kind, K3Error] | None, otherwise: K3Error | None
+    path: str, units: list[VerifyUnit], reason: tuple[Kind, K3Error] | None, otherwise: K3Error | None
 ) -> Finding:
     first, last = units[0], units[-1]
     if first.offset is None:
@@ -103,7 +103,7 @@ def _uncompared(
     )  # fmt: skip
 
 
-def _name(unit: Unit) -> str:
+def _name(unit: VerifyUnit) -> str:
     if unit.expert is not None:
         return f"layer {unit.layer} expert {unit.expert}"
     return f"tensor {unit.tensor}" if unit.tensor is not None else f"offset {unit.offset}"

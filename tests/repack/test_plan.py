@@ -17,7 +17,7 @@ from k3.checkpoint.snapshot import Snapshot
 from k3.model.keys import Encoding, ExpertKey
 from k3.model.tensor_recipe import Recipe
 from k3.repack.jobs import choose_jobs
-from k3.repack.plan import ExpertRoute, Plan, PlannedTensor, Span
+from k3.repack.plan import ExpertRoute, Plan, PlannedExtent, PlannedTensor
 from k3.repack.scratch_file import Scratch, scratch_bytes
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot, write_sparse_snapshot
 from tests.support.repacked import SMALL, WIDE, repacked
@@ -95,7 +95,7 @@ def check_routes(plan: Plan) -> None:
     assert plan.read_bytes == sum(shard.size_bytes for shard in plan.snapshot.shards)
 
 
-def spans_of(plan: Plan) -> Iterator[Span]:
+def spans_of(plan: Plan) -> Iterator[PlannedExtent]:
     for tensor in plan.tensors:
         yield tensor.weights
         if tensor.scales is not None:
@@ -106,7 +106,7 @@ def spans_of(plan: Plan) -> Iterator[Span]:
 
 def check_destinations(plan: Plan) -> None:
     """From the container's side: header, then spans, then nothing."""
-    by_file: dict[int, list[Span]] = {number: [] for number in range(len(plan.files))}
+    by_file: dict[int, list[PlannedExtent]] = {number: [] for number in range(len(plan.files))}
     for span in spans_of(plan):
         by_file[span.file].append(span)
     totals = dict.fromkeys(plan.write_bytes(), 0)

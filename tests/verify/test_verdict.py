@@ -9,13 +9,17 @@ from k3.base.errors import DriveError, ExitCode
 from k3.base.ledger import Ledger
 from k3.verify.finding import EXIT_CODES, Finding, Kind, Severity, exit_code
 from k3.verify.report import Report
-from k3.verify.verdict import Unit, unexplained, verdict
+from k3.verify.verdict import VerifyUnit, unexplained, verdict
 
 SIZES = st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=6)
 KINDS = st.lists(st.sampled_from(list(Kind)), max_size=3)
 LEDGERS = st.dictionaries(st.sampled_from(["structure", "data", "source"]), st.one_of(st.none(), SIZES))
 UNITS = st.builds(
-    Unit, st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 9), st.one_of(st.none(), st.integers(0, 30))
+    VerifyUnit,
+    st.sampled_from("abc"),
+    st.integers(0, 2),
+    st.integers(1, 9),
+    st.one_of(st.none(), st.integers(0, 30)),
 )
 FINDINGS = st.builds(
     Finding, st.sampled_from(list(Kind)), st.just("x"), st.sampled_from("abc"),
@@ -49,7 +53,7 @@ def test_sound_needs_all_of_it(
 
 @given(st.lists(UNITS, max_size=8), st.lists(FINDINGS, max_size=4), st.sets(st.integers(0, 2)))
 def test_every_open_unit_has_a_finding_that_says_why(
-    units: list[Unit], findings: list[Finding], lost: set[int]
+    units: list[VerifyUnit], findings: list[Finding], lost: set[int]
 ) -> None:
     more = unexplained(units, findings, lost_roots=lost)
     assert all(finding.severity is Severity.ERROR for finding in more)
@@ -63,7 +67,7 @@ def test_every_open_unit_has_a_finding_that_says_why(
 
 
 def test_one_finding_names_the_file_the_extents_and_the_reason() -> None:
-    units = [Unit("/a/x", 1, 10, offset, 3, expert) for expert, offset in enumerate((0, 10, 20))]
+    units = [VerifyUnit("/a/x", 1, 10, offset, 3, expert) for expert, offset in enumerate((0, 10, 20))]
     reasons = {"/a/x": (Kind.UNREADABLE, DriveError("cannot open: Input/output error", advice="Look at dmesg"))}
     (finding,) = unexplained(units, [], reasons=reasons)
     text = str(finding)
