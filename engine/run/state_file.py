@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.base.checksum import Hasher, digest
-from k3.base.errors import DamageError, ResumeError, SourceError, VersionError
+from k3.base.errors import DamageError, ExitCode, ResumeError, SourceError, VersionError
 from k3.base.output_file import OutputFile
 from k3.base.regular_file import RegularFile
 from k3.checkpoint.safetensors_header import Header, build_header, header_length, parse_header
@@ -49,6 +49,10 @@ BLOCK_BYTES = 8 << 20
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 _COUNT = re.compile(r"^[1-9][0-9]{0,9}$")
+_BEGINNING = b'{"__metadata__":{"config":"'
+_WORDS = (b'"k3-state"', b'"numerics":"', b'"taken":"')
+"""What the first 512 bytes of every state hold: its beginning behind the header's length, and these words."""
+
 _START_ANEW = "Delete it to begin anew"
 _NOT_SAVED = (
     "The state was not saved; what was in this place before is unchanged. Make room, or name another place"
@@ -209,14 +213,25 @@ def check_writable(path: Path) -> None:
     OutputFile(path, "the state", _NOT_SAVED, private=True).close()
 
 
+class NotAStateError(DamageError):
+    """A file of another kind, in which no byte of a state is damaged."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, path: Path) -> None:
+        """Say so, with advice that does no harm to the file."""
+        advice = "Name a file that k3-run --state wrote, or one that does not exist"
+        super().__init__("this is no saved state; it is left as it is", path=path, advice=advice)
+
+
 class SavedState:
     """An open state file. A context manager; nothing can be read after it is closed."""
 
     def __init__(self, path: Path, binding: Binding, config: ModelConfig) -> None:
         """Open a file, and check everything but the arrays.
 
-        DamageError when the bytes are not those that were written, VersionError for a later version, ResumeError
-        for another model or other settings, DriveError.
+        NotAStateError for a file of another kind, DamageError when the bytes are not those that were written,
+        VersionError for a later version, ResumeError for another model or other settings, DriveError.
         """
         self.path = path
         self._config = config
@@ -303,6 +318,8 @@ class SavedState:
         size_bytes = self._file.size_bytes
         try:
             start = self._file.read(0, min(size_bytes, 512))
+            if _is_of_another_kind(start):
+                raise NotAStateError(self.path)
             length = header_length(start, size_bytes, self.path)
             if length > HEADER_BYTES_MAX or size_bytes < 8 + length + DIGEST_BYTES:
                 raise self._damage(f"its header would have {length} bytes, in a file of {size_bytes}", offset=0)
@@ -358,6 +375,15 @@ class SavedState:
             offset=offset,
             advice=f"Restore it from a copy. {_START_ANEW}",
         )
+
+
+def _is_of_another_kind(start: bytes) -> bool:
+    """Return True if the first bytes of a file are not those of a state, even if one word of it was damaged."""
+    if any(word in start for word in _WORDS):
+        return False
+    length_end, text = start[3:8], start[8 : 8 + len(_BEGINNING)]
+    # Less than 1 MiB of header, then its beginning, as far as a file that was cut still has them.
+    return any(length_end) or text != _BEGINNING[: len(text)]
 
 
 def _blocks(section: Section, state: State, given: Array | None) -> Iterator[bytes]:

@@ -18,7 +18,15 @@ from k3.engine.definition.state_size import kda_bytes
 from k3.engine.forward.state import State, state_tensors
 from k3.engine.run import state_file
 from k3.engine.run.session import Session
-from k3.engine.run.state_file import NUMERICS, Binding, PromptForm, SavedState, StateLayout, write_state
+from k3.engine.run.state_file import (
+    NUMERICS,
+    Binding,
+    NotAStateError,
+    PromptForm,
+    SavedState,
+    StateLayout,
+    write_state,
+)
 from k3.model.architecture import KdaConfig, MlaConfig, ModelConfig
 from k3.model.keys import ExpertKey
 from tests.support.engines import all_logits, golden, loaded, snapshot
@@ -299,6 +307,31 @@ HOSTILE: list[Callable[[dict[str, dict[str, object]]], object]] = [
 def test_a_header_that_lies_under_a_right_digest(number: int, load: Callable[[bytes], None], sound: bytes) -> None:
     with pytest.raises(DamageError):
         load(with_header(sound, HOSTILE[number]))
+
+
+FOREIGN = [
+    b"hello", b"x" * 700, b"\x08" + bytes(7) + b'{"a":1} ',
+    b"\x20" + bytes(7) + b'{"__metadata__":{"format":"pt"}} ' + bytes(99),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", FOREIGN)
+def test_a_file_of_another_kind_is_no_damaged_state(load: Callable[[bytes], None], data: bytes) -> None:
+    with pytest.raises(NotAStateError, match="no saved state") as caught:
+        load(data)
+    assert caught.value.exit_code == 2
+    assert "elete" not in str(caught.value)
+
+
+def test_a_state_that_was_cut_or_changed_is_damage(load: Callable[[bytes], None], sound: bytes) -> None:
+    for length in (0, 1, 8, 20, 100, 511, 512, len(sound) - 1):
+        with pytest.raises(DamageError) as caught:
+            load(sound[:length])
+        assert caught.value.exit_code == 1, length
+    for place in range(512):
+        with pytest.raises(DamageError) as caught:
+            load(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        assert caught.value.exit_code == 1, place
 
 
 def test_tokens_outside_the_vocabulary_are_refused(config: ModelConfig, tmp_path: Path) -> None:
