@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from k3.base.errno_advice import NOT_SUPPORTED, Operation, refusal
-from k3.base.errors import DriveError, SpaceError, UnsupportedError
+from k3.base.errors import DriveError, NoMemoryError, SpaceError, UnsupportedError
 from k3.base.notes import note_once
 from k3.base.pages import PAGE_BYTES, page_ceil
 
@@ -113,9 +113,9 @@ def drive_error(
     *,
     operation: Operation = Operation.OPEN,
 ) -> DriveError:
-    """Return the typed error for a failed system call: SpaceError for a full drive, else DriveError."""
+    """Return the typed error for a failed system call: SpaceError, NoMemoryError, or DriveError for all else."""
     found = refusal(operation, error.errno, error.strerror or str(error))
-    kind = SpaceError if found.is_full else DriveError
+    kind = SpaceError if found.is_full else NoMemoryError if error.errno == errno.ENOMEM else DriveError
     return kind(f"{problem}: {found.reason}", path=path, offset=offset, advice=found.advice)
 
 

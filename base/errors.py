@@ -18,7 +18,8 @@ traceback. A mistake of the programmer is an assertion or a plain Python excepti
     │   ├── VersionError       written in a newer format version (also of a saved state)
     │   └── DamageError        bytes differ from their digest
     ├── DriveError             the operating system refused a read or a write
-    │   └── SpaceError         a drive is full, or would be
+    │   ├── SpaceError         a drive is full, or would be
+    │   └── NoMemoryError      the system had no memory for it
     ├── DaemonError            k3-store is not running, refused, or ended
     │   ├── WireError          a control message breaks the protocol
     │   └── SocketError        the socket's path cannot be used, or another daemon has it
@@ -212,6 +213,12 @@ class SpaceError(DriveError):
     """A drive is full, or would be."""
 
     exit_code = ExitCode.SPACE
+
+
+class NoMemoryError(DriveError):
+    """The operating system had no memory for a read, a write or a mapping; no drive has failed."""
+
+    exit_code = ExitCode.UNSUPPORTED
 
 
 class DaemonError(K3Error):

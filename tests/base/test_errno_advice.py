@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from k3.base.direct_io import drive_error, memory_error
 from k3.base.errno_advice import FULL, Operation, refusal
-from k3.base.errors import EXIT_CODE_HELP, DriveError, ExitCode, SpaceError, UnsupportedError
+from k3.base.errors import (
+    EXIT_CODE_HELP,
+    DriveError,
+    ExitCode,
+    NoMemoryError,
+    SpaceError,
+    UnsupportedError,
+)
 
 NUMBERS = sorted(errno.errorcode)
 
@@ -56,6 +63,13 @@ def test_a_full_drive_and_a_quota_have_their_own_class() -> None:
         )
         assert isinstance(memory_error("no", OSError(number, "x")), UnsupportedError)
     assert type(drive_error("no", OSError(errno.EFBIG, "x"), Path("/x"))) is DriveError
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_memory_that_runs_out_is_no_fault_of_a_drive(operation: Operation) -> None:
+    typed = drive_error("cannot map", OSError(errno.ENOMEM, "x"), Path("/x"), operation=operation)
+    assert isinstance(typed, NoMemoryError)
+    assert typed.exit_code == 9
 
 
 @pytest.mark.parametrize(
