@@ -32,8 +32,8 @@ CONTROL_SUFFIXES = (".aria2", ".aria2__temp", ".st")
 """Endings of control files of aria2 and axel: the file beside one has its full size from the start, and holes."""
 
 LEFTOVER_SUFFIXES = (
-    *CONTROL_SUFFIXES, ".!ut", ".crdownload", ".download", ".incomplete", ".lock", ".opdownload", ".part",
-    ".partial", ".tmp",
+    *CONTROL_SUFFIXES, ".!qB", ".!ut", ".crdownload", ".download", ".filepart", ".incomplete", ".lock",
+    ".opdownload", ".part", ".partial", ".tmp",
 )  # fmt: skip
 """Endings of files that belong to an unfinished download or write, never to a model."""
 

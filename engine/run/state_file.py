@@ -51,7 +51,7 @@ _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 _COUNT = re.compile(r"^[1-9][0-9]{0,9}$")
 _BEGINNING = b'{"__metadata__":{"config":"'
 _WORDS = (b'"k3-state"', b'"numerics":"', b'"taken":"')
-"""What the first 512 bytes of every state hold: its beginning behind the header's length, and these words."""
+"""Each of these words is in the first 512 bytes of every state; the beginning follows the header's length."""
 
 _START_ANEW = "Delete it to begin anew"
 _NOT_SAVED = (

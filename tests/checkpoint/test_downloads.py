@@ -156,7 +156,7 @@ def test_a_control_file_says_that_there_are_holes(suffix: str, name: str, snapsh
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("suffix", sorted(set(LEFTOVER_SUFFIXES) - set(CONTROL_SUFFIXES)))
+@pytest.mark.parametrize("suffix", sorted({*LEFTOVER_SUFFIXES, ".filepart", ".!qB"} - set(CONTROL_SUFFIXES)))
 def test_other_traces_are_told_and_left(suffix: str, snapshot: Path, tmp_path: Path) -> None:
     names = [shard(snapshot).name + suffix, "config.json" + suffix]
     for name in names:
