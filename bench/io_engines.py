@@ -3,7 +3,7 @@
     python bench/io_engines.py FOLDER [--experts 40] [--rounds 5] [--depths 1,2,4,8,16]
 
 Writes one file of experts (17,547,264 bytes each) into FOLDER, which must be on the drive in question, and reads
-all of them in random order with either engine: chunks of 4 MiB, O_DIRECT, digests off, so that nothing but the
+all of them in random order with either engine: reads of 4 MiB, O_DIRECT, digests off, so that nothing but the
 reads differs. The engines take turns within a round; the table has the median over the rounds of GB/s and of CPU
 seconds (this whole process, reading threads included) per GB, beside a plain loop of os.preadv threads at the same
 depth. All of them read into huge pages. Refuses to report numbers when the file cannot be read with O_DIRECT, or

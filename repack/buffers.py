@@ -19,7 +19,7 @@ class BufferPool:
         self.count = count
         self.nbytes = nbytes
         self.made: list[Bytes] = []
-        """All buffers that there are, whoever has them."""
+        """Every buffer of the pool, free or in use."""
         self._making = threading.Lock()
         self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
 

@@ -64,7 +64,7 @@ def tensor_spans(tensor: PlannedTensor) -> tuple[PlannedExtent, ...]:
 
 
 def required_shards(manifest: Manifest, shards: Iterable[Shard]) -> dict[str, int]:
-    """Bytes by name of every shard that has to be read whole: the manifest's, and what the source has besides."""
+    """Return bytes by name of every shard that has to be read whole: the manifest's, and others of the source."""
     sizes = {shard.name: shard.size_bytes for shard in shards}
     sizes.update({shard.name: shard.bytes for shard in manifest.source})
     return sizes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 BLOCK_BYTES = 8 << 20
 CHOSEN_MAX = 16
-"""Most shards at once that are chosen when nobody says how many; what they take of memory grows with them."""
+"""Largest number of shards at once that is chosen without --jobs; memory grows with the number."""
 WANTED_MAX = 64
 """Most shards at once that can be asked for."""
 

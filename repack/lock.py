@@ -1,4 +1,4 @@
-"""One repack at a time on any root, whoever else is told to write there."""
+"""Locks that let one repack at a time write to a root."""
 
 from __future__ import annotations
 

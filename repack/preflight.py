@@ -40,7 +40,7 @@ class DriveNeed:
 
     @property
     def missing_bytes(self) -> int:
-        """The bytes that would have to be free besides; 0 when the run fits, or when nothing is known."""
+        """Bytes that the run lacks beyond those free; 0 if it fits, or if the file system does not tell."""
         if self.free_bytes is None:
             return 0
         return max(0, self.write_bytes - self.present_bytes + self.extra_bytes - self.free_bytes)

@@ -148,7 +148,7 @@ def check_present(manifest: Manifest, home: Path) -> None:
 
 
 def _beside_shards(snapshot: Snapshot) -> Iterator[Path]:
-    """Files beside the shards that are neither weights nor hidden; folders are somebody else's business."""
+    """Yield the files beside the shards that are neither weights nor hidden; folders are left out."""
     for directory in snapshot.directories:
         for name, is_directory in list_directory(directory):
             if is_directory or name.startswith(".") or name.endswith(_WEIGHT_SUFFIXES):
