@@ -220,9 +220,6 @@ def test_every_cut_and_every_addition_is_found(load: Callable[[bytes], None], so
     for more in (1, 16, 64, 4096):
         with pytest.raises(DamageError):
             load(sound + bytes(more))
-    for foreign in (b"", b"GGUF" + bytes(999), b"{}" * 99, bytes(5000), b"\xff" * 5000):
-        with pytest.raises(DamageError, match="the state cannot be used"):
-            load(foreign)
 
 
 def with_header(sound: bytes, change: Callable[[dict[str, dict[str, object]]], object]) -> bytes:
@@ -310,8 +307,8 @@ def test_a_header_that_lies_under_a_right_digest(number: int, load: Callable[[by
 
 
 FOREIGN = [
-    b"hello", b"x" * 700, b"\x08" + bytes(7) + b'{"a":1} ',
-    b"\x20" + bytes(7) + b'{"__metadata__":{"format":"pt"}} ' + bytes(99),
+    b"hello", b"x" * 700, b"GGUF" + bytes(999), b"{}" * 99, bytes(5000), b"\xff" * 5000,
+    b"\x08" + bytes(7) + b'{"a":1} ', b"\x20" + bytes(7) + b'{"__metadata__":{"format":"pt"}} ' + bytes(99),
 ]  # fmt: skip
 
 
