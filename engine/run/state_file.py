@@ -55,7 +55,7 @@ _WORDS = (b'"k3-state"', b'"numerics":"', b'"taken":"')
 
 _START_ANEW = "Delete it to begin anew"
 _NOT_SAVED = (
-    "The state was not saved; what was in this place before is unchanged. Make room, or name another place"
+    "The state was not saved; what was in this place before is unchanged. Free space, or choose another place"
 )
 
 

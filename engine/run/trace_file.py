@@ -25,7 +25,7 @@ from typing import Any
 
 from k3.base.output_file import OutputFile
 
-_ADVICE = "The passes before are kept, if any; give another place, or make room, and run again"
+_ADVICE = "The passes before are kept, if any; choose another place, or free space, and run again"
 
 
 class TraceFile:

@@ -91,5 +91,5 @@ def test_a_reader_of_data_does_not_wait_for_what_is_no_file(tmp_path: Path, kind
 def test_small_files_have_a_largest_size(built: Built, tmp_path: Path) -> None:
     shutil.copytree(built.home.parent, tmp_path / "c")
     os.truncate(tmp_path / "c" / "home" / "manifest.json", 1 << 40)
-    with pytest.raises(K3Error, match="at most"):
+    with pytest.raises(K3Error, match="more than the 67108864 allowed"):
         Container.open(tmp_path / "c" / "home")

@@ -234,7 +234,7 @@ def test_a_full_disk_keeps_the_state_that_was_there(tmp_path: Path) -> None:
         (drive / "filler").write_bytes(bytes(30_000 + (196_608 - 30_000 - len(before)) // 2))
         result = k3_run(*TINY, "--ids", "1,2,3,4", "--ngen", 3, "--state", state)
         assert result.exit_code == 7, result.output
-        for part in ("generation stopped after 0 tokens", "cannot write the state", "No space", "Make room"):
+        for part in ("generation stopped after 0 tokens", "cannot write the state", "No space", "Free space"):
             assert result.stderr.count(part) == 1
         assert state.read_bytes() == before
         assert sorted(path.name for path in drive.iterdir()) == ["filler", "state"]

@@ -183,7 +183,7 @@ def test_a_full_disk(option: str, tmp_path: Path) -> None:
         (drive / "filler").write_bytes(bytes(64 << 10))
         result = k3_run("--snapshot", TINY, option, str(drive / "file"))
         assert result.exit_code == 7, result.output
-        for part in ("cannot write", "No space left", str(drive / "file"), "make room"):
+        for part in ("cannot write", "No space left", str(drive / "file"), "free space"):
             assert part in result.stderr
         assert "it continues where it stopped" not in result.stderr
         assert [path.name for path in drive.iterdir()] == ["filler"]
