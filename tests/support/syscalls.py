@@ -9,6 +9,7 @@ import contextlib
 import errno
 import mmap
 import os
+import pathlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ class FailingCall:
                 (os, "fstat", fstat), (os, "stat", stat),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(target, name, function))
+            if accessor := getattr(pathlib, "_NormalAccessor", None):  # Python 3.10: what Path.stat calls
+                stack.enter_context(mock.patch.object(accessor, "stat", staticmethod(stat)))
             stack.enter_context(mock.patch.dict(ReadFile.__init__.__kwdefaults__, preadv=preadv))
             yield self
 
