@@ -15,7 +15,7 @@ _R = TypeVar("_R")
 _S = TypeVar("_S")
 
 def xxh3_128(data: Buffer) -> bytes:
-    """The 16 bytes of xxh3-128, seed 0, canonical order. Releases the interpreter's lock."""
+    """Return the 16 bytes of xxh3-128, seed 0, in canonical order. Releases the GIL."""
 
 def xxh3_128_in_steps(data: Buffer, steps: Sequence[int]) -> bytes:
     """For tests: the same of data that arrives bit by bit; `steps` are ascending numbers of bytes."""
@@ -27,7 +27,10 @@ def reserve(fd: int, size_bytes: int, name: str, on_reserved: Callable[[int], No
     """Make all pages of a memfd present; how many bytes are in huge pages. OSError when memory is refused."""
 
 def make_memfd(name: str) -> int:
-    """An empty memfd that can be sealed, and not executed where the kernel knows that. OSError."""
+    """Return an empty memfd that can be sealed, and not executed where the kernel supports that.
+
+    Raises OSError.
+    """
 
 def touches_guarded(fd: int, size_bytes: int) -> bool:
     """For tests: write to every page of a memory as the daemon does to a ring; whether one was not to be had."""

@@ -64,7 +64,7 @@ class _MetricsPlace(click.ParamType["int | Path"]):
         return int(value)
 
     def _expanded(self, path: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path with a leading ~ replaced, which no shell does after `unix:`."""
+        """Return the path with a leading ~ replaced, which no shell does after `unix:`."""
         try:
             return Path(path).expanduser()
         except RuntimeError:
@@ -339,7 +339,7 @@ def _group(name: str | None) -> int | None:
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """ "1-3,7" as (1, 2, 3, 7)."""
+    """Return the numbers that an option lists: (1, 2, 3, 7) for "1-3,7"."""
     if text is None:
         return None
     numbers: dict[int, None] = {}

@@ -113,17 +113,17 @@ class ExpertSource(Protocol):
         """
 
     def stats(self) -> SourceStats:
-        """The counters of this moment."""
+        """Return the counters of this moment."""
 
     def huge_pages(self) -> HugePages:
-        """What this process's own buffers got of the huge pages they asked for. Takes milliseconds."""
+        """Return how much of this process's own buffers is in huge pages. Takes milliseconds."""
 
     def close(self) -> None:
         """Stop reading and let go of files and RAM. Streams still in use raise; leases must not be read."""
 
 
 def read_only(payload: Payload) -> Payload:
-    """A view of the same bytes that cannot be made writable again."""
+    """Return a view of the same bytes that cannot be made writable again."""
     import numpy as np
 
     view: Payload = np.frombuffer(payload.data.toreadonly(), dtype=np.uint8)
@@ -145,7 +145,7 @@ def poisoned_on_release(
 
 
 def checked_request(layer: int, experts: Sequence[int], counts: Mapping[int, int]) -> tuple[int, ...]:
-    """The expert ids of a request as plain ints, after every refusal that needs no I/O.
+    """Return the expert ids of a request as plain ints, after every check that needs no I/O.
 
     `counts` maps each layer of the model that has experts to how many it has.
     """

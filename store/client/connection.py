@@ -54,7 +54,10 @@ class Connection:
         self._fatal: DaemonError | None = None
 
     def begin(self, link: Link | None) -> None:
-        """The first session. DaemonError when no daemon is there, unless there is a fallback."""
+        """Begin the first session, over `link` if given.
+
+        DaemonError when there is neither a daemon nor a fallback.
+        """
         try:
             self._welcome(link or Link.open(self._path, self._name))
         except DaemonError as error:
@@ -84,7 +87,7 @@ class Connection:
         self.quota, self.slot_bytes = link.welcome.quota, link.welcome.slot_bytes
 
     def lose(self, reason: str) -> None:
-        """The session is over."""
+        """End the session for this reason, and start looking for a daemon."""
         assert self.session is not None
         session, self.session = self.session, None
         self._lost_because = reason
@@ -94,7 +97,10 @@ class Connection:
             _log.warning("k3-store went away (%s): reading from the files meanwhile", reason)
 
     def look_again(self) -> None:
-        """No daemon: wait for one, or with a fallback just look from time to time. DaemonError in the end."""
+        """Wait for a daemon, or with a fallback look for one from time to time.
+
+        DaemonError when none is found in time.
+        """
         if self._fatal is not None:
             raise _again(self._fatal)
         if self.is_searching:
@@ -138,5 +144,5 @@ class Connection:
 
 
 def _again(error: DaemonError) -> DaemonError:
-    """An error for one more thread to raise: two must not share one traceback."""
+    """Return a copy of an error for one more thread to raise: two must not share one traceback."""
     return DaemonError(error.problem, path=error.path, advice=error.advice)

@@ -94,7 +94,7 @@ class DaemonModel:
         return self.home / CONFIG_NAME
 
     def text_file(self, name: str) -> Path | None:
-        """A small file that came with the model, as a path in this process: its bytes are in a memfd."""
+        """Return this process's path of a small file that came with the model: its bytes are in a memfd."""
         data = self.descriptor.text_files.get(name)
         if data is None:
             return None
@@ -109,7 +109,7 @@ class DaemonModel:
         return Path(f"/proc/self/fd/{descriptor}")
 
     def text_bytes(self, name: str) -> bytes | None:
-        """The bytes of a small file, which the daemon has compared with its digest; None without it."""
+        """Return the bytes of a small file, which the daemon has compared with its digest; None without it."""
         return self.descriptor.text_files.get(name)
 
     def tensor_names(self) -> Sequence[str]:
@@ -117,7 +117,7 @@ class DaemonModel:
         return tuple(self._tensors)
 
     def tensor(self, name: str) -> DenseTensor:
-        """What is known of a dense tensor. KeyError when there is none."""
+        """Return name, dtype and shape of a dense tensor. KeyError when there is none."""
         return self._tensors[name]
 
     def dense(self, name: str) -> DenseInfo:
@@ -127,7 +127,7 @@ class DaemonModel:
         return DenseInfo(tensor.dtype, tensor.shape, tensor.encoding, stored_bytes, 0, 0)
 
     def read_tensor(self, name: str) -> EncodedTensor:
-        """A dense tensor over the shared memory, read-only.
+        """Return a dense tensor over the shared memory, read-only.
 
         KeyError when there is none, WireError when the daemon gives it other bytes than its shape needs.
         """
@@ -171,7 +171,7 @@ class DaemonModel:
         return tuple(self.descriptor.layers)
 
     def expert_count(self, layer: int) -> int:
-        """Number of routed experts of a layer."""
+        """Return the number of routed experts of a layer."""
         return self._layer(layer).experts
 
     def expert_layout(self, layer: int) -> ExpertLayout:

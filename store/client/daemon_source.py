@@ -257,7 +257,7 @@ class DaemonSource:
         return item
 
     def _next_item(self, request: Request, began_ns: int) -> Lease | Exception | None:
-        """The next expert or error of a request; None when the daemon has nothing (more) for it."""
+        """Return the next expert or error of a request; None when the daemon has nothing (more) for it."""
         while True:
             self._dispatch.collect()
             self._dispatch.check_open()

@@ -53,12 +53,15 @@ class Dispatch:
         self._ticket_waiters = 0
 
     def next_tag(self) -> int:
-        """A tag that no request had before."""
+        """Return a tag that no request had before."""
         self._tags += 1
         return self._tags
 
     def begin(self, layer: int, experts: Iterable[int]) -> Request:
-        """A new request, asked for as far as its tickets go. Waits for its turn; BudgetError as `ExpertSource`."""
+        """Return a new request, of which as many experts are asked for as it has tickets.
+
+        Waits for its turn. BudgetError as `ExpertSource`.
+        """
         request = Request(layer, self.next_tag(), deque(experts))
         self._requests[request.tag] = request
         try:
@@ -90,7 +93,7 @@ class Dispatch:
             self.pins.flush(self.daemon.session)
 
     def _lose(self, session: Session, reason: str) -> None:
-        """The session is over: experts that were awaited go back to their requests."""
+        """End a session: experts that were awaited go back to their requests."""
         assert session is self.daemon.session
         assert not self.is_pumping
         self.daemon.lose(reason)
@@ -145,6 +148,7 @@ class Dispatch:
             self._ticket_waiters -= 1
 
     def out_of_budget(self, count: int) -> BudgetError:
+        """Return the error for a request that has waited too long for leases to be given back."""
         session = self.daemon.session
         quota = 0 if session is None else session.quota
         held = quota - (0 if session is None else session.free)
@@ -156,7 +160,7 @@ class Dispatch:
         )
 
     def _free_ticket(self, session: Session, request: Request) -> None:
-        """A ticket comes back: to its request if that can use it, else to everybody."""
+        """Give a ticket back: to its request if that can use it, else to all requests."""
         if session is not self.daemon.session:
             return
         if request.unstarted and not request.closed and request.delegate is None:
@@ -189,7 +193,7 @@ class Dispatch:
             self._ask_later(request, asked[done:])
 
     def _ask_later(self, request: Request, experts: Sequence[int]) -> None:
-        """The daemon cannot take these now: try again soon, for as long as patience lasts."""
+        """Ask again soon for experts that the daemon cannot take now, until the request's time is up."""
         request.awaited.difference_update(experts)
         request.unstarted.extend(experts)
         request.tickets += len(experts)
@@ -309,7 +313,7 @@ class Dispatch:
             count["read_bytes"] += grants.payload_bytes
 
     def release(self, request: Request, session: Session, slot: int, generation: int) -> None:
-        """A lease comes back: its slot to the daemon, its ticket to its stream or to everybody."""
+        """Give a lease back: its slot to the daemon, its ticket to its request or to all requests."""
         if self.is_inherited:
             return
         with self.changed:

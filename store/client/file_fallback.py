@@ -35,7 +35,7 @@ class StandIn:
             return self._source
 
     def added_to(self, stats: SourceStats) -> SourceStats:
-        """The sum of somebody's counters and these."""
+        """Return the sum of the counters `stats` and these."""
         if self._source is None:
             return stats
         mine = self._source.stats()

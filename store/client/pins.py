@@ -51,7 +51,7 @@ class Pins:
         self._tags = 0
 
     def want(self, layer: int, experts: Iterable[int]) -> list[Pin]:
-        """The pins of these experts, new or already there. `flush` afterwards."""
+        """Return the pins of these experts, new or already there. Call `flush` afterwards."""
         found = []
         for key in (ExpertKey(layer, expert) for expert in experts):
             if key not in self._pins:
@@ -89,7 +89,7 @@ class Pins:
         return True
 
     def answered(self, tag: int, key: ExpertKey, error: K3Error | None) -> None:
-        """The daemon has pinned an expert, or cannot."""
+        """Take in that the daemon has pinned an expert, or with an `error` that it cannot."""
         pin = self._pins.get(key)
         if pin is None or pin.state is not PinState.ASKED or pin.tag != tag:
             return  # dropped since it was asked for, and the daemon was, or will be, told so
@@ -102,7 +102,7 @@ class Pins:
             _log.warning("an expert that was pinned cannot be pinned again: %s", error)
 
     def lost(self) -> None:
-        """The connection ended, and every pin with it."""
+        """Take in that the connection ended, and every pin with it."""
         self._unpinned.clear()
         for pin in self._pins.values():
             pin.state = PinState.WANTED

@@ -50,7 +50,7 @@ class Session:
         return self.link.ring.submit(tag, Op.LEASE, layer, experts) if self.flush() else 0
 
     def view(self, offset: int, payload_bytes: int) -> Payload:
-        """A view of the arena, the same one each time. Needs no lock."""
+        """Return a view of the arena, the same one each time. Needs no lock."""
         return self.views.setdefault((offset, payload_bytes), self.link.arena[offset : offset + payload_bytes])
 
     def release(self, slot: int, generation: int) -> None:
@@ -97,7 +97,7 @@ class Session:
         os.close(self._bell)
 
     def error_of(self, completion: Completion, socket_path: Path) -> K3Error:
-        """The typed error for a completion that grants nothing."""
+        """Return the typed error for a completion that grants nothing."""
         status, layer, expert = completion.status, completion.layer, completion.expert
         if status in (Status.DAMAGED, Status.IO_ERROR):
             known = completion.file < len(self._files)

@@ -39,7 +39,7 @@ class Link:
     """A welcomed connection."""
 
     def __init__(self, connection: socket.socket, welcome: wire.Welcome, descriptors: list[int]) -> None:
-        """Takes over the connection and the descriptors, which are closed here once they are mapped."""
+        """Take over the connection and the descriptors, which are closed here once they are mapped."""
         arena, ring, dense, model, request_doorbell, completion_doorbell = descriptors
         self.socket = connection
         self.welcome = welcome
@@ -93,7 +93,7 @@ class Link:
         return None
 
     def descriptor(self) -> ModelDescriptor:
-        """The model as the daemon describes it. WireError when it cannot be understood."""
+        """Return the model as the daemon describes it. WireError when it cannot be understood."""
         return parse_descriptor(self.model.tobytes(), self.welcome.dense_bytes)
 
     def ended(self) -> str | None:
@@ -117,7 +117,7 @@ class Link:
 
 
 def connect(path: Path, timeout_s: float = HANDSHAKE_S) -> socket.socket:
-    """A connected socket with a timeout. DaemonError when nobody listens there."""
+    """Return a connected socket with a timeout. DaemonError when no process listens there."""
     check_length(path)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
@@ -137,7 +137,7 @@ def connect(path: Path, timeout_s: float = HANDSHAKE_S) -> socket.socket:
 
 
 def ask_status(path: Path, timeout_s: float = HANDSHAKE_S) -> dict[str, Any]:
-    """What the daemon says of itself. DaemonError when it cannot be asked."""
+    """Return the daemon's status, the object of `k3-store status --json`. DaemonError when it cannot be asked."""
     with connect(path, timeout_s) as connection:
         try:
             answer, descriptors = _exchange(connection, wire.StatusRequest())
@@ -185,7 +185,7 @@ def _exchange(connection: socket.socket, message: wire.Message) -> tuple[wire.Me
 
 
 def unreachable(error: OSError, path: Path) -> DaemonError:
-    """The typed error for a socket that does not work."""
+    """Return the typed error for a socket that cannot be used."""
     if isinstance(error, TimeoutError):
         return DaemonError(
             "k3-store does not answer", path=path, advice="It may be starting or overloaded; try again"
@@ -215,7 +215,7 @@ def unreachable(error: OSError, path: Path) -> DaemonError:
 
 
 def refused(answer: wire.Message | None, path: Path) -> DaemonError:
-    """The typed error for an answer that is not the one that was hoped for."""
+    """Return the typed error for a refusal, for another answer than was asked for, or for none."""
     if isinstance(answer, wire.Refusal):
         return DaemonError(f"k3-store refused: {answer.problem}", path=path, advice=answer.advice or None)
     if isinstance(answer, wire.Goodbye):
@@ -226,7 +226,10 @@ def refused(answer: wire.Message | None, path: Path) -> DaemonError:
 
 
 def _mapped(descriptor: int, nbytes: int) -> Payload:
-    """A read-only view of a memfd, which stays mapped as long as there are views. WireError when it is smaller."""
+    """Return a read-only view of a memfd, which stays mapped as long as there are views.
+
+    WireError when the memfd is smaller.
+    """
     if os.fstat(descriptor).st_size < nbytes:
         raise WireError(f"a memfd of {os.fstat(descriptor).st_size} bytes was announced with {nbytes}")
     return map_shared(descriptor, nbytes)

@@ -1,5 +1,6 @@
-"""`k3-store bench`: random expert-sized reads past the page cache, by depth, per drive and all together; then the
-same through the daemon.
+"""`k3-store bench`: measures random reads of expert size past the page cache.
+
+Each drive alone and all together, by depth; then the same through the daemon.
 
 What the drive did not do is not reported: a file that O_DIRECT does not work on, reads that the kernel says never
 reached a block device, and experts that the daemon had in its cache are errors (UnsupportedError), not numbers.

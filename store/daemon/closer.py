@@ -35,7 +35,7 @@ class Next(enum.Enum):
 
 
 def can_bring_descriptors(connection: socket.socket) -> bool:
-    """True for a connection that was made before, or without, `refuse_descriptors`.
+    """Return True for a connection that was made before, or without, `refuse_descriptors`.
 
     It is one that must be looked at before a packet is taken: `look` needs credentials beside each packet.
     """

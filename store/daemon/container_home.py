@@ -12,7 +12,7 @@ from k3.model.kinds import MANIFEST_NAME
 
 
 def find_home(directories: Sequence[Path], named: Path | None) -> Path:
-    """The home of the container to serve.
+    """Return the home of the container to serve.
 
     `named` wins. Else exactly one of `directories` must hold a manifest (or an unfinished repack's journal, which
     opening will name). NotAContainerError for none, UnsupportedError for several, DriveError for a directory that

@@ -302,7 +302,7 @@ class Daemon:
     # Status
 
     def status(self) -> dict[str, Any]:
-        """The object that `k3-store status --json` prints. From any thread."""
+        """Return the object that `k3-store status --json` prints. May be called from any thread."""
         status = self._service.status()
         # A copy by one call of C: the loop's thread may change the set while another thread walks through it.
         connections = list(self._connections)

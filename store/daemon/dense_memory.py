@@ -56,7 +56,7 @@ class Run:
 
 
 def plan_runs(container: Container, tensors: Sequence[CatalogTensor]) -> list[Run]:
-    """What to read, in the order of the memfd (`descriptor.place_dense`)."""
+    """Return the reads that fill the memfd of the dense weights, in its order (`model_descriptor.place_dense`)."""
     runs: list[list[_Piece]] = []
     for piece in _pieces(tensors):
         last = runs[-1][-1] if runs else None

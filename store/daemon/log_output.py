@@ -68,7 +68,7 @@ class LogOutput(logging.Handler):
     """Writes records to a stream from a thread of its own, until `close`."""
 
     def __init__(self, stream: BinaryIO, formatter: logging.Formatter, encoding: str = "utf-8") -> None:
-        """The stream must have no buffer: its lock would be held by a thread that may never come back."""
+        """Write to a stream without a buffer: a buffer's lock would be held by a write that may never return."""
         super().__init__()
         self.setFormatter(formatter)
         self._stream = stream

@@ -214,7 +214,7 @@ class MetricsServer:
 
 
 def _bound_port(port: int) -> ClaimedSocket:
-    """A socket on a port of the loopback interface. It has no file to look after."""
+    """Return a socket bound to a port of the loopback interface. It has no file to be removed."""
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

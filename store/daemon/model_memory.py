@@ -84,7 +84,7 @@ class ModelMemory:
 
 
 def _text_files(container: Container) -> dict[str, bytes]:
-    """The model's small files, each compared with its digest."""
+    """Return the model's small files by name, each compared with its digest."""
     found = {}
     for file in container.manifest.text_files:
         path = container.home / file.path

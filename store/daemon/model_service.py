@@ -179,7 +179,7 @@ class Service:
         return self._server.violations()
 
     def add_client(self, name: str) -> tuple[wire.Welcome, Invitation]:
-        """A ring for a new client. DaemonError when there are as many as may be."""
+        """Return a ring for a new client. DaemonError when there are as many clients as are allowed."""
         attached = len(self._server.stats()["clients"])
         if attached >= self._settings.max_clients:
             raise DaemonError(
@@ -427,7 +427,7 @@ def _set_layers(container: Container, server: NativeServer, numbers: dict[int, i
 
 
 def _unsound(container: Container, layer: int, expert: int | None, problem: str) -> ContainerError:
-    """The error for a catalog that matches its digest and contradicts itself: it was made so."""
+    """Return the error for a catalog that matches its digest and contradicts itself: it was written like that."""
     path = container.home / CATALOG_NAME
     advice = "Repack: this container was not made by k3-repack, or by one with a fault"
     return ContainerError(f"the catalog {problem}", path=path, layer=layer, expert=expert, advice=advice)

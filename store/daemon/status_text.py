@@ -13,7 +13,7 @@ DRIVE_OF_PS = ("path", "queue", "oldest_read_s")
 
 
 def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """What `k3-store status` prints."""
+    """Yield the lines that `k3-store status` prints."""
     cache = status["cache"]
     yield f"container {status['container']} at {status['home']}"
     yield (
@@ -73,7 +73,7 @@ def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def ps_lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """What `k3-store ps` prints."""
+    """Yield the lines that `k3-store ps` prints."""
     rows = [
         (
             client["client"],

@@ -62,7 +62,7 @@ class Notifier:
         self._send(f"STATUS={_line(status)}")
 
     def extend(self, seconds: float) -> None:
-        """Starting or stopping takes longer than usual; do not give up within the next `seconds`."""
+        """Tell systemd that starting or stopping takes longer: it must not give up within the next `seconds`."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def watchdog(self) -> None:
@@ -89,7 +89,7 @@ class Notifier:
 
 
 def _address(name: str | None) -> str | bytes | None:
-    """The address of NOTIFY_SOCKET: a path, or an abstract name after an @."""
+    """Return the address that NOTIFY_SOCKET names: a path, or an abstract name after an @."""
     if name is None:
         return None
     if name.startswith("@"):

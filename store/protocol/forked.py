@@ -15,7 +15,7 @@ class Inheritable(Protocol):
     """An object of one process."""
 
     def inherited(self) -> None:
-        """Called in a forked child, before anything else runs there."""
+        """Let go of what belongs to the parent. Called in a forked child before anything else runs there."""
 
 
 _owned: weakref.WeakSet[Inheritable] = weakref.WeakSet()

@@ -69,7 +69,10 @@ class ModelDescriptor:
     files: tuple[str, ...]
 
     def identity(self) -> ModelIdentity:
-        """The model's identity, computed as a container's is. ConfigError when its configuration is not sound."""
+        """Return the model's identity, computed as a container's is.
+
+        ConfigError when its configuration is not sound.
+        """
         path = Path(self.home) / CONFIG_NAME
         return ModelIdentity(
             weights=self.container,
@@ -80,7 +83,7 @@ class ModelDescriptor:
         )
 
     def render(self) -> bytes:
-        """The text that goes into the memfd."""
+        """Return the JSON text that goes into the memfd."""
         document = {
             "container": self.container,
             "home": self.home,
@@ -123,7 +126,7 @@ def place_dense(tensors: tuple[CatalogTensor, ...]) -> tuple[tuple[DenseTensor, 
 def describe(
     container: Container, tensors: tuple[DenseTensor, ...], text_files: Mapping[str, bytes], files: Sequence[Path]
 ) -> ModelDescriptor:
-    """The descriptor of an open container whose dense tensors were placed and whose text files were read.
+    """Return the descriptor of an open container whose dense tensors were placed and whose text files were read.
 
     `files` are those that experts are read from, by the numbers that completions carry. ConfigError for a
     configuration that no client could use.
@@ -147,7 +150,10 @@ def describe(
 
 
 def parse_descriptor(data: bytes, dense_bytes: int) -> ModelDescriptor:
-    """The descriptor in `data`, every span inside a dense memfd of `dense_bytes`. WireError when it is not one."""
+    """Return the descriptor in `data`, every range of which lies inside a dense memfd of `dense_bytes`.
+
+    WireError when it is not a descriptor.
+    """
     advice = "The daemon is of another release; run both from the same one"
     document = parse_object(data, what="the model descriptor", path=Path("memfd"), error=WireError, advice=advice)
     try:

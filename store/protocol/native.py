@@ -1,5 +1,6 @@
-"""The typed face of the native data plane (`k3.store._store`): `NativeServer` for the daemon, `NativeRing` for
-clients.
+"""The typed interface of the native data plane (`k3.store._store`).
+
+`NativeServer` is for the daemon, `NativeRing` for clients.
 
 Adds to the C++ classes what is easier said in Python: settings with units, errors of the error tree, one log line
 when io_uring cannot be had, memfds for the dense blob and the model. All methods of both classes may be called
@@ -58,7 +59,7 @@ _log = logging.getLogger("k3.store")
 
 
 def default_open_files() -> int:
-    """A quarter of the descriptors that the process may have, at most 256."""
+    """Return a quarter of the descriptors that the process may have, at most 256."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 256 if soft == resource.RLIM_INFINITY else max(1, min(256, soft // 4))
 
@@ -181,7 +182,7 @@ class NativeServer:
         return self._server.events_fd
 
     def add_client(self, name: str) -> ClientGrant:
-        """A ring for one more client.
+        """Return a ring for one more client.
 
         UnsupportedError when descriptors or memory are short, ValueError when there are `max_clients` already.
         """
@@ -321,7 +322,7 @@ class NativeRing:
         return woken  # type: ignore[return-value]
 
     def payload(self, offset: int, payload_bytes: int) -> Payload:
-        """A read-only view of the arena. It stays mapped as long as the view lives, also after `close`."""
+        """Return a read-only view of the arena. It stays mapped as long as the view lives, also after `close`."""
         view: Payload = np.frombuffer(memoryview(self._ring), dtype=np.uint8, count=payload_bytes, offset=offset)
         return view
 
@@ -331,7 +332,7 @@ class NativeRing:
 
 
 def make_memfd(name: str, size_bytes: int, on_reserved: Callable[[int], None] | None = None) -> tuple[int, int]:
-    """A memfd of this size with its memory reserved, ready to be filled and sealed; and its bytes in huge pages.
+    """Return a memfd with `size_bytes` of memory reserved, and how many of them are in huge pages.
 
     `on_reserved` is told now and then how many bytes are reserved. UnsupportedError with the numbers when the
     memory cannot be had.
@@ -352,7 +353,7 @@ def make_memfd(name: str, size_bytes: int, on_reserved: Callable[[int], None] | 
 
 
 def map_shared(fd: int, size_bytes: int, *, writable: bool = False) -> Payload:
-    """The bytes of a memfd, mapped as long as there are views of them; huge pages below are mapped as such.
+    """Return the bytes of a memfd, mapped as long as there are views of them, in huge pages where it has them.
 
     OSError when it cannot be mapped that way. The descriptor stays the caller's.
     """

@@ -73,7 +73,7 @@ def release_guard(guard: socket.socket) -> None:
 
 
 def already_served(owner: str, path: Path) -> SocketError:
-    """The error for a path that a live daemon has; `owner` names it if that is known."""
+    """Return the error for a path that a live daemon has; `owner` names it if that is known."""
     return SocketError(
         f"another k3-store{owner} serves on this socket, or is just starting to",
         path=path,
@@ -82,7 +82,7 @@ def already_served(owner: str, path: Path) -> SocketError:
 
 
 def _owner(name: bytes) -> int | None:
-    """The process that has a name, if the kernel says that it is this user's or root's."""
+    """Return the id of the process that holds a name, if the kernel says that it is this user's or root's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:

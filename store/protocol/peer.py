@@ -52,11 +52,11 @@ class Owner:
     overflow_gid: int = OVERFLOW_ID
 
     def is_privileged(self, peer: Peer) -> bool:
-        """True for the daemon's own user and root."""
+        """Return True for the daemon's own user and root."""
         return peer.uid == 0 or (peer.uid == self.uid and peer.uid != self.overflow_uid)
 
     def admits(self, peer: Peer) -> bool:
-        """True for users who may use the daemon."""
+        """Return True for users who may use the daemon."""
         if self.is_privileged(peer):
             return True
         is_real = self.group is not None and self.group != self.overflow_gid

@@ -88,7 +88,7 @@ class ClaimedSocket:
     group: int | None = None
 
     def is_in_place(self) -> bool:
-        """True while the socket (and the lock file) that lie at the path are still ours."""
+        """Return True while socket and lock file at the path are still the ones made here."""
         if self.lock is None:
             return self.identity == NO_FILE or self._is_file(self.path, self.identity)
         if not self._is_file(self.path, self.identity):
@@ -172,7 +172,7 @@ def claim(
 
 
 def adopt(descriptor: int) -> ClaimedSocket:
-    """A listening socket that systemd made (LISTEN_FDS). SocketError when it is of another kind."""
+    """Return a listening socket that systemd made (LISTEN_FDS). SocketError when it is of another kind."""
     try:
         adopted = socket.socket(fileno=descriptor)
     except OSError as error:
@@ -199,7 +199,7 @@ def adopt(descriptor: int) -> ClaimedSocket:
 
 
 def _bind(path: Path, kind: int, mode: int, group: int | None) -> tuple[socket.socket, tuple[int, int]]:
-    """A socket at a path that was claimed, and which file it is."""
+    """Return a socket bound to a path that was claimed, and the device and inode of its file."""
     try:
         _remove_stale(path)
         bound = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
@@ -245,7 +245,10 @@ def _lock_path(path: Path) -> Path:
 
 
 def _lock(path: Path) -> int:
-    """An exclusive lock beside the socket. SocketError when somebody has it, or that file is no lock file."""
+    """Return the descriptor of a lock file beside the socket, locked exclusively.
+
+    SocketError when another process holds the lock, or the file is no lock file.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     place = _lock_path(path)
     try:
@@ -276,10 +279,10 @@ def _lock(path: Path) -> int:
 
 
 def _written_owner(lock: int, place: Path) -> str:
-    """The owner's process as it wrote it, for a message only. SocketError for a file that is no lock file.
+    """Return " (process N)" as the lock's owner wrote it, "" if nothing is written there. For messages only.
 
-    Its content is about to be replaced, so it must not be anybody's: neither a file of another purpose nor a link
-    to one.
+    SocketError for a file that is no lock file. Its content is about to be replaced, so it must be neither a file
+    of another purpose nor a link to one.
     """
     status = os.fstat(lock)
     text = os.pread(lock, 20, 0) if stat.S_ISREG(status.st_mode) else b""

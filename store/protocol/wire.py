@@ -114,12 +114,12 @@ _NAMES: dict[type[Message], str] = {kind: name for name, kind in _TYPES.items()}
 
 
 def clean_name(name: str) -> str:
-    """A client's name as a hello may carry it: printable, at most NAME_CHARACTERS_MAX characters."""
+    """Return a client's name as a hello may carry it: printable, at most NAME_CHARACTERS_MAX characters."""
     return "".join(c if c.isprintable() else "?" for c in name)[:NAME_CHARACTERS_MAX] or "?"
 
 
 def pack(message: Message) -> bytes:
-    """A message as one packet. WireError when it is larger than a packet may be."""
+    """Return a message as one packet. WireError when it is larger than a packet may be."""
     fields = asdict(message)
     data = _text({"type": _NAMES[type(message)], **fields})
     if len(data) > MESSAGE_BYTES_MAX:
@@ -128,18 +128,18 @@ def pack(message: Message) -> bytes:
 
 
 def _text(fields: Mapping[str, Any]) -> bytes:
-    """An object as UTF-8 JSON. Bytes of a path that are no UTF-8 become question marks: JSON cannot say them."""
+    """Return an object as UTF-8 JSON. Bytes of a path that are not UTF-8 become question marks."""
     return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
 def refusal(error: K3Error) -> Refusal:
-    """An error as the other side is told it: its texts as long as they may be, so that it always can be packed."""
+    """Return the message that tells the other side of an error, its texts cut so that it can always be packed."""
     advice = error.advice or ""
     return Refusal(type(error).__name__, error.problem[:TEXT_CHARACTERS_MAX], advice[:TEXT_CHARACTERS_MAX])
 
 
 def unpack(data: bytes) -> Message:
-    """The message in a packet. WireError for everything that is not exactly one."""
+    """Return the message in a packet. WireError for everything that is not exactly one message."""
     if len(data) > MESSAGE_BYTES_MAX:
         raise WireError(f"a message is larger than {MESSAGE_BYTES_MAX} bytes", advice=_ADVICE)
     fields = parse_object(data, what="a control message", path=Path("socket"), error=WireError, advice=_ADVICE)
@@ -153,7 +153,7 @@ def unpack(data: bytes) -> Message:
 
 
 def _checked(kind: type[Message], name: str, fields: dict[str, Any]) -> Message:
-    """The message, every field there, none besides, each of its type and within its bounds."""
+    """Return the message. WireError unless it has just its fields, each of its type and within its bounds."""
     wanted: dict[str, str] = kind.__annotations__
     if fields.keys() != wanted.keys():
         lacking, unknown = sorted(wanted.keys() - fields.keys()), sorted(fields.keys() - wanted.keys())
@@ -216,7 +216,7 @@ def send_status(connection: socket.socket, status: Mapping[str, Any]) -> None:
 
 
 def long_status(message: LongStatus, descriptors: Sequence[int]) -> Status:
-    """The status that came beside a packet. WireError when it is not there, or is none."""
+    """Return the status that came in a memfd beside a packet. WireError when it is missing or is not a status."""
     if len(descriptors) != 1 or message.nbytes > LONG_STATUS_BYTES_MAX:
         raise WireError(
             f"a status of {message.nbytes} bytes came with {len(descriptors)} descriptors", advice=_ADVICE
@@ -227,16 +227,16 @@ def long_status(message: LongStatus, descriptors: Sequence[int]) -> Status:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """The next message, None at the end. WireError for a bad one; OSError as the socket says.
+    """Return the next message, None at the end. WireError for a bad one; OSError as the socket raises it.
 
-    Descriptors that somebody sends where none belong never reach this process.
+    Descriptors sent where none belong never reach this process.
     """
     data = connection.recv(MESSAGE_BYTES_MAX + 1)
     return unpack(data) if data else None
 
 
 def receive_with_descriptors(connection: socket.socket) -> tuple[Message | None, list[int]]:
-    """The next message and the descriptors beside it, which are the caller's to close and close on exec.
+    """Return the next message and the descriptors beside it, which the caller closes. They are closed on exec.
 
     WireError when descriptors were lost on the way, which happens when this process may open no more files.
     """

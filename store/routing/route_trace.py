@@ -107,12 +107,12 @@ class RouteHeader:
         return max(entry.payload_bytes for entry in self.layers)
 
     def to_json(self) -> bytes:
-        """The header as it lies in the file."""
+        """Return the header as it is stored in the file."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_document(cls, document: Mapping[str, object]) -> RouteHeader:
-        """The header from its JSON object. ValueError for everything that is not one."""
+        """Return the header that a JSON object describes. ValueError when it describes none."""
         entries = document.get("layers")
         if not isinstance(entries, list):
             raise ValueError("it has no list of layers")
@@ -139,7 +139,7 @@ class Choice:
         return np.unique(self.ids)
 
     def per_token(self) -> list[list[int]]:
-        """The ids that each token chose."""
+        """Return the ids that each token chose."""
         return [part.tolist() for part in np.split(self.ids, np.cumsum(self.counts)[:-1])]
 
 
@@ -176,7 +176,7 @@ class RouteTraceWriter:
             raise
 
     def add(self, layer: int, counts: npt.NDArray[np.integer], ids: npt.NDArray[np.integer]) -> None:
-        """The choices of the current pass's tokens in one layer; layers come in the header's order.
+        """Add the choices of the current pass's tokens in one layer; layers come in the header's order.
 
         `counts` [tokens] says how many of `ids` belong to each token; ids ascend within a token. ValueError
         when a choice breaks the format.
@@ -197,7 +197,7 @@ class RouteTraceWriter:
         self._choices.append(choice)
 
     def end_pass(self, position: int) -> None:
-        """The pass is over: write it. `position` is that of its first token. DriveError."""
+        """Write the pass that is over. `position` is that of its first token. Raises DriveError."""
         if len(self._choices) != len(self._header.layers):
             raise ValueError(f"a pass ended after {len(self._choices)} of {len(self._header.layers)} layers")
         tokens = len(self._choices[0].counts)
@@ -366,7 +366,7 @@ def write_route_trace(path: Path, header: RouteHeader, passes: Sequence[RoutedPa
 
 
 def _opened(path: Path) -> BinaryIO:
-    """A regular file. A pipe would be waited for without end, and nobody could say how it ended."""
+    """Return a regular file, opened for reading. A pipe is refused: it would be waited for without end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         file = os.fdopen(descriptor, "rb")

@@ -1,4 +1,4 @@
-"""Replays a routing trace against a cache policy: what would have been read, with this much room?
+"""Replays a routing trace against a cache policy, and counts what would have been read with this much room.
 
 A set of experts of one layer is served as the daemon serves it: all of the set that is in is held first, then
 the missing ones come in one after the other and are held too, and at the end everything is given back, in that
@@ -67,7 +67,7 @@ def simulate(
 
 
 def compulsory(requests: Requests) -> Result:
-    """What a cache with room for everything reads: each expert once, when it is first wanted."""
+    """Return what a cache with room for everything reads: each expert once, when it is first wanted."""
     misses = first_uses(requests)
     return _result(requests, "compulsory", int(misses.sum()), misses)
 

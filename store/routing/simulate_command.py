@@ -156,7 +156,7 @@ class _TextTable:
         self._columns = columns
 
     def begin(self, requests: Requests, most: Result) -> None:
-        """What was traced, and the head of the table."""
+        """Print what was traced, and the head of the table."""
         header = requests.header
         pass_bytes = header.top_k * sum(entry.payload_bytes for entry in header.layers)
         echo(f"model       {header.model}")
@@ -182,7 +182,7 @@ class _JsonTable:
     """The same as JSON lines."""
 
     def begin(self, requests: Requests, most: Result) -> None:
-        """What was traced."""
+        """Print what was traced."""
         cli_support.emit_json(
             "trace", model=requests.header.model, passes=requests.passes, tokens=requests.tokens,
             layers=len(requests.header.layers), top_k=requests.header.top_k, sets=len(requests),

@@ -44,7 +44,7 @@ class Requests:
 
     @classmethod
     def from_passes(cls, header: RouteHeader, passes: Iterable[RoutedPass]) -> Requests:
-        """The sets of these passes, in order."""
+        """Return the sets of these passes, in order."""
         sets: list[npt.NDArray[np.uint16]] = []
         count = tokens = 0
         for routed in passes:
@@ -58,12 +58,12 @@ class Requests:
 
     @classmethod
     def from_trace(cls, path: Path) -> Requests:
-        """The sets of a trace file. Errors as RouteTraceReader."""
+        """Return the sets of a trace file. Raises what RouteTraceReader raises."""
         with RouteTraceReader(path) as trace:
             return cls.from_passes(trace.header, trace)
 
     def most_wanted(self, count: int) -> list[Key]:
-        """The `count` experts that most sets ask for; of equals, lower layers and ids first."""
+        """Return the `count` experts that most sets ask for; of equals, lower layers and ids first."""
         keys, times = np.unique(self.keys, return_counts=True)
         order = np.argsort(-times, kind="stable")[:count]
         return [(int(key) >> 16, int(key) & 0xFFFF) for key in keys[order]]
