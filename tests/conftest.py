@@ -45,13 +45,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> SyntheticModel:
-    """The shape of `tiny_snapshot`."""
+    """Return the shape of `tiny_snapshot`."""
     return SyntheticModel.tiny()
 
 
 @pytest.fixture(scope="session")
 def tiny_snapshot(tmp_path_factory: pytest.TempPathFactory, tiny_model: SyntheticModel) -> Path:
-    """A snapshot of five layers in the published form, 2.8 MB. Only to be read."""
+    """Return a snapshot of five layers in the published form, 2.8 MB. Only to be read."""
     return write_snapshot(tiny_model, tmp_path_factory.mktemp("tiny") / "snapshot")
 
 

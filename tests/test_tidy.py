@@ -94,7 +94,7 @@ def machine_paths(path: Path) -> Iterator[str]:
 
 
 def timed_asserts(path: Path) -> Iterator[str]:
-    """Assertions that something took less than a few seconds: a busy machine breaks them without a fault."""
+    """Yield assertions that something took less than a few seconds: a busy machine breaks them without a fault."""
     text = text_of(path)
     if path.suffix != ".py" or "tests" not in path.parts or text is None or not MAY_TIME.search(text):
         return

@@ -42,7 +42,7 @@ A_LOG_1 = f"{LAYER_1}self_attn.A_log"
 
 
 def shard_name(number: int) -> str:
-    """The published name of the snapshot's shard `number` (1-based)."""
+    """Return the published name of the snapshot's shard `number` (1-based)."""
     return f"model-{number:05d}-of-{MODEL.layers + 1:06d}.safetensors"
 
 
@@ -111,19 +111,19 @@ def base(directory: Path) -> Path:
 
 
 def split(path: Path) -> tuple[bytes, bytes]:
-    """A shard's header text and its data section."""
+    """Return a shard's header text and its data section."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     return raw[8 : 8 + length], raw[8 + length :]
 
 
 def join(header: bytes, data: bytes) -> bytes:
-    """A file with this header text and data section."""
+    """Return a file with this header text and data section."""
     return len(header).to_bytes(8, "little") + header + data
 
 
 def fields_of(path: Path) -> dict[str, Any]:
-    """A shard's header as a table."""
+    """Return a shard's header as a table."""
     fields: dict[str, Any] = json.loads(split(path)[0])
     return fields
 

@@ -11,7 +11,7 @@ from tests.attacks.builders import NORM_1, ROUTER_1, SHARD, add, attack, edit_he
 
 
 def _text(name: str, why: str, says: str, change: Callable[[bytes], bytes], **where: Any) -> None:
-    """An attack that changes the header's text; its data stays as it is."""
+    """Register an attack that changes the header's text; its data stays as it is."""
 
     def build(directory: Path) -> None:
         put_header(directory, change(split(directory / SHARD)[0]))
@@ -20,7 +20,7 @@ def _text(name: str, why: str, says: str, change: Callable[[bytes], bytes], **wh
 
 
 def _entry(name: str, why: str, says: str, change: dict[str, Any], **where: Any) -> None:
-    """An attack that changes one tensor's entry."""
+    """Register an attack that changes one tensor's entry."""
 
     def build(directory: Path) -> None:
         edit_header(directory, lambda fields: fields[NORM_1].update(change))
@@ -29,7 +29,7 @@ def _entry(name: str, why: str, says: str, change: dict[str, Any], **where: Any)
 
 
 def _shift(name: str, why: str, says: str, begin: int, end: int, **where: Any) -> None:
-    """An attack that moves the ends of one tensor (bytes relative to where they are)."""
+    """Register an attack that moves the ends of one tensor, by bytes relative to where they are."""
 
     def build(directory: Path) -> None:
         def move(fields: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def test_the_readme_lists_every_attack() -> None:
 
 
 def readme() -> str:
-    """What README.md must be; run this file to write it."""
+    """Return what README.md must be; run this file to write it."""
     lines = [
         "# Broken snapshots",
         "",

@@ -120,7 +120,7 @@ def test_short_reads_are_continued(file: Path, is_direct: bool, script: Any) -> 
 
 
 def copying(script: Callable[[int, int], int]) -> Callable[[int, Any, int], int]:
-    """A read that fills only as many bytes as the script says, like a kernel that stops early."""
+    """Return a read that fills only as many bytes as the script says, like a kernel that stops early."""
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         (buffer,) = buffers

@@ -12,7 +12,7 @@ GB = 10**9
 def fake_system(
     root: Path, available: int, cgroup: str, limits: dict[str, tuple[str, int, int]]
 ) -> tuple[Path, Path]:
-    """A /proc and a /sys/fs/cgroup: limits per cgroup path as (memory.max, memory.current, inactive_file)."""
+    """Make a /proc and a /sys/fs/cgroup; limits of each cgroup are (memory.max, memory.current, inactive_file)."""
     proc, tree = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available // 1024} kB\n")

@@ -28,7 +28,7 @@ PATH = Path("catalog.mdb")
 
 @pytest.fixture(scope="module")
 def catalog(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A catalog with all kinds of pages: branches, leaves, and a record that is longer than a page."""
+    """Return a catalog with all kinds of pages: branches, leaves, and a record that is longer than a page."""
     path = tmp_path_factory.mktemp("catalog") / "catalog.mdb"
     extents = [
         [CatalogExtent(n % 2, 4096 * (e + 1), 4000, 4096, bytes([n + 1]) * 16) for n in range(2)]

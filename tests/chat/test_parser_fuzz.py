@@ -45,7 +45,7 @@ FRAGMENTS = [
 
 
 def mutated(rng: random.Random) -> str:
-    """A golden completion with up to eight things done to it."""
+    """Return a golden completion with up to eight mutations."""
     text = str(rng.choice(COMPLETIONS)["completion"])
     for _ in range(rng.randrange(9)):
         at, to = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))

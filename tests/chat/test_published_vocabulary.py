@@ -19,7 +19,7 @@ RANK_COUNT = 163_584
 
 @pytest.fixture(scope="module")
 def published() -> tuple[bytes, Tokenizer]:
-    """The published tiktoken.model, rebuilt in memory, and its tokenizer."""
+    """Return the published tiktoken.model, rebuilt in memory, and its tokenizer."""
     splintr: Any = pytest.importorskip("splintr", reason="splintr-rs, of the extra dev, holds the vocabulary")
     source = splintr.Tokenizer.from_pretrained("kimi_k3")
     data = rank_lines([bytes(source.decode_token_bytes(rank)) for rank in range(RANK_COUNT)])

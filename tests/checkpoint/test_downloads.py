@@ -26,7 +26,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def snapshot(small: Path, tmp_path: Path) -> Path:
-    """A snapshot as `hf download --local-dir` leaves it: Git's SHA-1 for small files, SHA-256 for large ones."""
+    """Return a snapshot as `hf download --local-dir` leaves it: SHA-1 for small files, SHA-256 for large ones."""
     shutil.copytree(small, tmp_path / "snapshot")
     for path in (tmp_path / "snapshot").iterdir():
         data = path.read_bytes()

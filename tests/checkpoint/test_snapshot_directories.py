@@ -31,7 +31,7 @@ def second(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cached(tmp_path: Path) -> Path:
-    """The cache folder (`models--…`) of a snapshot whose shards are links to blobs."""
+    """Return the cache folder (`models--…`) of a snapshot whose shards are links to blobs."""
     model = SyntheticModel(layers=2, vision=False, layout="hf_cache", experts=4)
     revision = write_snapshot(model, tmp_path / "hub")
     cache = revision.parent.parent

@@ -41,7 +41,7 @@ def outcome(name: str, *arguments: str, before: Sequence[str] = ()) -> subproces
 
 
 def told_once(ended: subprocess.CompletedProcess[str]) -> str:
-    """The one line that tells of the refusal."""
+    """Return the one line that tells of the refusal."""
     (line,) = [line for line in (ended.stdout + ended.stderr).splitlines() if "huge pages:" in line]
     assert TOLD in line
     assert "PR_SET_THP_DISABLE" in line

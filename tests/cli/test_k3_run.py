@@ -147,7 +147,7 @@ def test_text_and_json_tell_the_same() -> None:
 
 @pytest.fixture
 def stopping(tmp_path: Path) -> Path:
-    """A snapshot whose third greedy token after the golden prompt is the stop token."""
+    """Return a snapshot whose third greedy token after the golden prompt is the stop token."""
     snapshot = copied("tiny_s1", tmp_path / "snapshot")
     third = int(golden("tiny_s1")["greedy_ids"][2])
     (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, third]}))
@@ -176,7 +176,7 @@ def test_a_draw_repeats_with_its_seed() -> None:
 
 @pytest.fixture(scope="module")
 def containers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The same model in three forms: one root, three roots, in place. Values are arguments of k3-run."""
+    """Return the same model in three forms: one root, three roots, in place. Values are arguments of k3-run."""
     base = tmp_path_factory.mktemp("containers")
     drives = (base / "d1", base / "d2")
     source = VECTORS / "tiny_s1"

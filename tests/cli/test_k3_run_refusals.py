@@ -196,7 +196,7 @@ def test_a_full_stdout_is_an_error() -> None:
 
 @pytest.fixture
 def cut_after_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A snapshot whose shard of layer 2 is truncated once two tokens were printed."""
+    """Return a snapshot whose shard of layer 2 is truncated once two tokens were printed."""
     snapshot = copied("tiny_s1", tmp_path / "snapshot")
     shard = snapshot / "model-00003-of-000008.safetensors"
     original = token_output.TextOutput.token

@@ -43,7 +43,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that begins to read dense weights, or gives them memory, fails with an exception."""
+    """Let a run fail that begins to read dense weights, or gives them memory."""
     monkeypatch.delattr(Container, "begin_load")
 
 
@@ -67,8 +67,10 @@ def in_a_process(code: str, home: Path, *prompt: str) -> subprocess.CompletedPro
 def test_reading_begins_before_anything_heavy_is_imported(
     home: Path, limited: bool, prompt: Sequence[str]
 ) -> None:
-    """NumPy, kernels and model would leave the drive idle for longer than everything else together. Where address
-    space is limited they come first, since the plan has to count what they take of it."""
+    """Importing NumPy, kernels and model leaves the drive idle for longer than everything else together.
+
+    Where address space is limited they come first, since the plan has to count what they take of it.
+    """
     done = in_a_process(
         "import resource, sys, k3.container.dense_load as dense_load\n"
         f"if {limited}: resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\n"

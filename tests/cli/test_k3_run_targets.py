@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that loads anything fails with an exception."""
+    """Let a run fail that loads anything."""
     monkeypatch.delattr(launched, "loading_weights")
 
 

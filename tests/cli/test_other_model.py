@@ -64,7 +64,7 @@ MEANT: dict[str, Edit] = {
 
 
 def remade(edit: Edit, place: Path) -> Path:
-    """A container of the vectors' weights with other small files."""
+    """Return a container of the vectors' weights with other small files."""
     shutil.copytree(VECTORS / "tiny_s1", place / "snapshot")
     edit(place / "snapshot")
     repacked(place / "snapshot", place / "home")

@@ -103,7 +103,7 @@ def test_the_item_of_a_progress_bar_is_visible(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def bytewise() -> Tokenizer:
-    """A vocabulary of single bytes: any text is a sequence of its tokens."""
+    """Return a vocabulary of single bytes: any text is a sequence of its tokens."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     return Tokenizer(Vocabulary(ranks, complete_names({}, 256), frozenset()))
 

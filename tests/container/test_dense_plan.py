@@ -15,7 +15,7 @@ from k3.model.keys import Encoding
 
 
 def tensor(name: str, extents: list[tuple[int, int, int]]) -> CatalogTensor:
-    """A tensor of one or two extents, each (file, offset, stored bytes)."""
+    """Return a tensor of one or two extents, each (file, offset, stored bytes)."""
     weights, *scales = (CatalogExtent(file, offset, stored, stored, bytes(16)) for file, offset, stored in extents)
     return CatalogTensor(name, "BF16", (1,), Encoding.RAW, weights, scales[0] if scales else None)
 

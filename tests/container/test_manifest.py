@@ -76,7 +76,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The manifest of a container on two drives, in place too, so that every field has a value."""
+    """Return the manifest of a container on two drives, in place too, so that every field has a value."""
     place = tmp_path_factory.mktemp("manifest")
     built = build_container(place / "home", [place / "drive"], (1, 1), experts=2)
     return built.manifest.render()
@@ -146,7 +146,7 @@ def test_a_newer_version_is_refused_by_number(rendered: bytes) -> None:
 
 
 def resealed(rendered: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
-    """The manifest after a change, with a right digest: written by another program, or by a bad one."""
+    """Return the manifest after a change, with a right digest: written by another program, or by a bad one."""
     document = json.loads(rendered)
     change(document)
     document["digest"] = checksum.ZERO_DIGEST_HEX
@@ -155,7 +155,7 @@ def resealed(rendered: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The place of every value inside a document, containers included."""
+    """Return the place of every value inside a document, containers included."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(leaf for key, item in inside for leaf in leaves(item, (*path, key)))]
 

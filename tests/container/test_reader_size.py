@@ -40,7 +40,7 @@ OPEN_MB = 50
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A container of the real size: its data files are holes, its catalog and manifest are whole."""
+    """Return a container of the real size: its data files are holes, its catalog and manifest are whole."""
     place = tmp_path_factory.mktemp("k3")
     directories = [place / "home", place / "a", place / "b"]
     prefix = "language_model.model.layers.{}.block_sparse_moe.experts"

@@ -25,7 +25,7 @@ PARTS = (("w1.weight_packed", "U8", (2, 8)), ("w1.weight_scale", "U8", (2, 1)), 
 
 
 def block(name: str) -> str:
-    """The content of the page's fenced block with this name."""
+    """Return the content of the page's fenced block with this name."""
     found = re.findall(rf"^```\w+ worked-example-{name}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert len(found) == 1, name
     return str(found[0])
@@ -36,7 +36,7 @@ def header_json() -> bytes:
 
 
 def records() -> tuple[str, list[bytes], list[bytes]]:
-    """The header's digest, the experts' keys and their records, as the page prints them."""
+    """Return the header's digest, the experts' keys and their records, as the page prints them."""
     text = block("records")
     digests = re.findall(r"digest ([0-9a-f]+)", text)
     keys = [bytes.fromhex(item) for item in re.findall(r"key +([0-9a-f]+)", text)]
@@ -46,7 +46,7 @@ def records() -> tuple[str, list[bytes], list[bytes]]:
 
 
 def file_by_the_page() -> bytes:
-    """The file made from the page's block and prose alone, without our code."""
+    """Return the file made from the page's block and prose alone, without our code."""
     text = header_json()
     header = struct.pack("<Q", 4088) + text + b" " * (4088 - len(text))
     return header + b"".join(payload + bytes(4096 - len(payload)) for payload in PAYLOADS)
@@ -99,7 +99,7 @@ def test_our_layout_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def grouped(tensors: dict[str, np.ndarray[Any, Any]]) -> list[list[str]]:
-    """The file's tensors in storage order: by expert, its padding after it."""
+    """Return the file's tensors in storage order: by expert, its padding after it."""
     groups = []
     for expert in range(2):
         block_name = f"model.layers.1.block_sparse_moe.experts.{expert}."

@@ -18,7 +18,7 @@ RAW = json.loads((VECTORS / "tiny_s0" / "config.json").read_text())
 
 
 def with_key(dotted: str, value: Any) -> dict[str, Any]:
-    """The golden configuration with one key of the text model changed, or removed for `...`."""
+    """Return the golden configuration with one key of the text model changed, or removed for `...`."""
     raw: dict[str, Any] = copy.deepcopy(RAW)
     *tables, key = dotted.split(".")
     table = raw["text_config"]

@@ -16,7 +16,7 @@ CONFIG = VECTORS / "tiny_s0" / "tokenizer_config.json"
 
 @pytest.fixture(scope="module")
 def bytewise() -> Tokenizer:
-    """A vocabulary of single bytes: any split of any text is a sequence of its tokens."""
+    """Return a vocabulary of single bytes: any split of any text is a sequence of its tokens."""
     ranks = VECTORS / "tiny_s0" / "tiktoken.model"
     return Tokenizer(parse_vocabulary(ranks.read_bytes(), ranks, CONFIG.read_bytes(), CONFIG, 512))
 

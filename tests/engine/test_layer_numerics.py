@@ -34,7 +34,7 @@ def truth(name: str) -> dict[str, Array]:
 
 
 def halves(name: str, bits: int, *, exact: bool) -> list[Array]:
-    """Outputs of attention and MLP of every layer, in order, each from its golden input."""
+    """Return the outputs of attention and MLP of every layer, in order, each from its golden input."""
     truth = golden(name)
     outputs: list[Array] = []
     with loaded(snapshot(name, bits), exact=exact) as model:
@@ -70,8 +70,10 @@ def test_int8_activations_and_weights_against_the_makers(name: str, truth: dict[
 
 @pytest.mark.parametrize("kind", ["normal", "one in each group", "heavy tails"])
 def test_the_noise_of_a_product_follows_from_its_steps(kind: str) -> None:
-    """At most c / (127 sqrt(12)) for independent weights: c is the groups' largest values over all, each as a
-    root mean square."""
+    """Expect at most c / (127 sqrt(12)) for independent weights.
+
+    c is the groups' largest values over all values, each as a root mean square.
+    """
     rng = np.random.default_rng(3)
     x = rng.standard_normal((8, 1024), dtype=np.float32)
     if kind == "one in each group":

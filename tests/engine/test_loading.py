@@ -38,7 +38,7 @@ LATE = "language_model.model.layers.4.self_attn.o_proj.weight"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A container of the golden model."""
+    """Return a container of the golden model."""
     home = tmp_path_factory.mktemp("loading") / "home"
     repack(RepackRequest((VECTORS / "tiny_s1",), home, recipe=Recipe(8, 8, 8), direct=False), Watcher())
     return home

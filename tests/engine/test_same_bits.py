@@ -42,7 +42,7 @@ def model(kind: tuple[int, bool]) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def whole(model: Model) -> Array:
-    """The prompt in one chunk."""
+    """Return the logits of the prompt in one chunk."""
     return all_logits(model, IDS, len(IDS))
 
 

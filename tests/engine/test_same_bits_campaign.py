@@ -102,7 +102,7 @@ def test_nothing_that_may_not_matter_does(tmp_path: Path, seed: int) -> None:
 
 
 def _shape(dice: random.Random, seed: int) -> SyntheticModel:
-    """A model with widths that are no multiples of anything they need not be multiples of."""
+    """Return a model with widths that are no multiples of anything they need not be multiples of."""
     experts = dice.randint(4, 24)
     return SyntheticModel.tiny(
         seed=seed,
@@ -188,7 +188,7 @@ def _timeline(
 
 @contextlib.contextmanager
 def _opened(places: Places, numbers: ModelSettings, bits: list[int], leg: Leg) -> Iterator[Model]:
-    """The model as `k3-run` opens it."""
+    """Yield the model as `k3-run` opens it."""
     settings = replace(numbers, prefetch=leg.prefetch, threads=leg.threads)
     if leg.source == "daemon":
         settings = replace(settings, store=places.socket)

@@ -35,7 +35,7 @@ from tests.support.engines import VECTORS, all_logits, golden, loaded, snapshot
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A container of the golden model at 8 bits."""
+    """Return a container of the golden model at 8 bits."""
     home = tmp_path_factory.mktemp("kinds") / "home"
     repack(RepackRequest((VECTORS / "tiny_s1",), home, direct=False), Watcher())
     return home

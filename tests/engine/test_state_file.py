@@ -48,7 +48,7 @@ def small_config(heads: int = 1, width: int = 2, taps: int = 2, latent: int = 3,
 
 
 def filled(config: ModelConfig, capacity: int, taken: int, dice: np.random.Generator) -> State:
-    """A state of random bits: any float32 there is, NaNs and subnormal ones too."""
+    """Return a state of random bits: any float32 there is, NaNs and subnormal ones too."""
     state = State(config, capacity)
     for tensor in state_tensors(config, taken):
         bits = dice.integers(0, 1 << 32, tensor.shape, dtype=np.uint32)
@@ -223,7 +223,7 @@ def test_every_cut_and_every_addition_is_found(load: Callable[[bytes], None], so
 
 
 def with_header(sound: bytes, change: Callable[[dict[str, dict[str, object]]], object]) -> bytes:
-    """The file with another header, under a digest that is right."""
+    """Return the file with another header, under a digest that is right."""
     length = int.from_bytes(sound[:8], "little")
     fields = json.loads(sound[8 : 8 + length])
     change(fields)

@@ -25,14 +25,14 @@ BINDING = Binding(
 
 
 def block(name: str) -> str:
-    """The content of the page's fenced block with this name."""
+    """Return the content of the page's fenced block with this name."""
     found = re.findall(rf"^```\w+ worked-example-{name}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert len(found) == 1, name
     return str(found[0])
 
 
 def file_by_the_page() -> bytes:
-    """The file made from the page's blocks and prose alone, without our code."""
+    """Return the file made from the page's blocks and prose alone, without our code."""
     text = block("header").replace("\n", "").encode()
     header = struct.pack("<Q", -(-(8 + len(text)) // 64) * 64 - 8) + text
     header += b" " * (-len(header) % 64)
@@ -51,7 +51,7 @@ def file_by_the_page() -> bytes:
 
 
 def small_config() -> ModelConfig:
-    """The shapes of the example."""
+    """Return the shapes of the example."""
     config = ModelConfig.from_raw(snapshot().config, Path("config.json"))
     return replace(
         config, vocab=5, layer_count=3, layers=range(3), kda_layers=frozenset({0, 1}),

@@ -30,7 +30,7 @@ def parse_independently(path: Path) -> dict[bytes, int]:
 
 
 def special_names(first: int) -> dict[int, str]:
-    """The golden names, moved to where this vocabulary has its specials."""
+    """Return the golden names, moved to where this vocabulary has its specials."""
     added = json.loads(CONFIG_FILE.read_text())["added_tokens_decoder"]
     return {int(key) - 256 + first: entry["content"] for key, entry in added.items()}
 
@@ -51,7 +51,7 @@ def test_the_file_is_read_as_it_is(tokenizer: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def encoding(tokenizer: Tokenizer) -> tiktoken.Encoding:
-    """The same vocabulary, built by tiktoken alone."""
+    """Return the same vocabulary, built by tiktoken alone."""
     return tiktoken.Encoding(
         "test", pat_str=PATTERN, mergeable_ranks=parse_independently(RANKS_FILE),
         special_tokens=tokenizer.specials,
@@ -80,7 +80,7 @@ def test_user_text_cannot_forge_control_tokens(tokenizer: Tokenizer) -> None:
 
 
 def cuts_by_definition(text: str, block: int, run: int) -> Iterator[str]:
-    """The cutting rule, one character at a time."""
+    """Yield the pieces of the cutting rule, one character at a time."""
     for start in range(0, len(text), block):
         piece, length, space = "", 0, None
         for char in text[start : start + block]:

@@ -26,7 +26,7 @@ def _bits(array: npt.NDArray[np.generic]) -> bytes:
 
 @pytest.fixture(scope="session")
 def everyway() -> Iterator[Everyway]:
-    """everyway(call) makes the call with every variant, on 1 and 3 threads, and returns the one result."""
+    """Return a function that makes a call with every variant, on 1 and 3 threads, and returns the one result."""
     first_variant, first_threads = kernels.cpu_variant(), kernels.get_threads()
 
     def run(call: Callable[[], object]) -> Arrays:
@@ -51,7 +51,7 @@ def everyway() -> Iterator[Everyway]:
 
 @pytest.fixture(scope="session")
 def same_bits() -> SameBits:
-    """same_bits(have, want) asserts equal shape, dtype and bits (any NaN equals any NaN)."""
+    """Return a function that asserts equal shape, dtype and bits (any NaN equals any NaN)."""
 
     def check(have: object, want: object) -> None:
         a, b = np.asarray(have), np.asarray(want)

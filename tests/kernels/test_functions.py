@@ -30,7 +30,7 @@ SMALLEST_NORMAL = 2.0**-126
 
 
 def inputs() -> Array:
-    """A million points: dense where the functions bend, sparse everywhere, both sides of each branch."""
+    """Return a million points: dense where the functions bend, sparse everywhere, both sides of each branch."""
     rng = np.random.default_rng(0)
     edge = np.float32(0.625)
     return np.concatenate(

@@ -20,7 +20,7 @@ SIZES = st.tuples(st.integers(1, 9), st.integers(1, 300), st.integers(1, 40))
 
 
 def weights(encoding: str, rows: int, columns: int, rng: np.random.Generator) -> SimpleNamespace:
-    """A matrix in an encoding with some rows of zeros; `.dense` is what it stands for."""
+    """Return a matrix in an encoding with some rows of zeros; `.dense` is what it stands for."""
     w = rng.standard_normal((rows, columns), np.float32) * np.exp(rng.uniform(-20, 20, (rows, 1))).astype(
         np.float32
     )

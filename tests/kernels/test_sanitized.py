@@ -263,7 +263,7 @@ def layers(rng: np.random.Generator) -> None:
 
 
 def variants() -> list[str]:
-    """What this CPU can run; avx512 has nothing of its own beside avx512vnni and avx2."""
+    """Return the variants that this CPU can run, less avx512: all of it is in avx512vnni and avx2."""
     names = kernels.cpu_variants()
     return [name for name in names if name != "avx512" or "avx512vnni" not in names]
 
@@ -277,7 +277,7 @@ def checked(command: list[str], **options: Any) -> str:
 
 
 def built() -> Path:
-    """The program that makes recorded calls again, or a failure where it cannot be built."""
+    """Return the program that makes recorded calls again. Fails the test where it cannot be built."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None or shutil.which("cmake") is None or shutil.which("ninja") is None:
         pytest.fail("no compiler, cmake and ninja to build the kernels with")

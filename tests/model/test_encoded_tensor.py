@@ -20,7 +20,7 @@ COLUMNS = st.integers(1, 200)
 
 
 def made(encoding: Encoding, rows: int, columns: int) -> list[npt.NDArray[Any]]:
-    """A matrix of bfloat16 zeros as the kernels encode it."""
+    """Return a matrix of bfloat16 zeros as the kernels encode it."""
     matrix = np.zeros((rows, columns), np.uint16)
     if encoding is Encoding.RAW:
         return [matrix]

@@ -24,14 +24,14 @@ GENERATION: dict[str, Any] = {"eos_token_id": [1, 2], "temperature": 1.0, "trans
 
 
 def of(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> str:
-    """The identity of a configuration that was written to a file and read."""
+    """Return the identity of a configuration that was written to a file and read."""
     return config_identity(
         json.loads(json.dumps(raw)), None if generation is None else json.dumps(generation).encode(), PATH
     )
 
 
 def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
-    """The place of every number, word, list element and empty list of a configuration."""
+    """Return the place of every number, word, list element and empty list of a configuration."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = False
     for key, item in items:
@@ -53,7 +53,7 @@ def changed(value: Any) -> Any:
 
 
 def with_change(raw: dict[str, Any], place: tuple[Any, ...], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A copy with another value in one place."""
+    """Return a copy with another value in one place."""
     copy: dict[str, Any] = json.loads(json.dumps(raw))
     target: Any = copy
     for key in place[:-1]:
@@ -91,7 +91,7 @@ def test_keys_that_come_or_go_change_it() -> None:
 
 
 def shuffled(value: Any, draw: Callable[[Any], Any]) -> Any:
-    """The same configuration with the keys of each table in another order."""
+    """Return the same configuration with the keys of each table in another order."""
     if isinstance(value, dict):
         return {key: shuffled(value[key], draw) for key in draw(st.permutations(list(value)))}
     return value

@@ -170,7 +170,7 @@ def _write_half(pwritev: Callable[..., int], fd: int, buffer: Any, offset: int) 
 
 
 def _discard(count: int) -> None:
-    """A part was written."""
+    """Take notice of a part that was written."""
 
 
 def around(owner: Any, name: str, killer: Killer) -> None:

@@ -67,7 +67,7 @@ def shard_path(case: Case, number: int) -> Path:
 
 
 def unsampled(case: Case, number: int) -> int:
-    """The offset of an expert's byte in a shard that no sample of the snapshot's identity covers."""
+    """Return the offset of an expert's byte in a shard that no sample of the snapshot's identity covers."""
     shard = case.plan().snapshot.shards[number]
     return shard.header_bytes + (shard.size_bytes - shard.header_bytes) // 4
 

@@ -42,7 +42,7 @@ class Made:
         return message
 
     def differences(self) -> list[dict[str, Any]]:
-        """What a verification finds; it must end with exit code 1."""
+        """Return what a verification finds; it must end with exit code 1."""
         found = self.summary(1)
         assert found["verdict"] == "different"
         assert found["differences"] == len(found["first_differences"]) > 0

@@ -21,7 +21,7 @@ from tests.support.repacked import WIDE
 
 @pytest.fixture
 def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What a run over two roots did to the disk, in order: (verb, path relative to the test's directory)."""
+    """Return what a run over two roots did to the disk, in order: (verb, path below the test's directory)."""
     events: list[tuple[str, str]] = []
     home = tmp_path / "home"
 

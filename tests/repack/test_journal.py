@@ -73,7 +73,7 @@ def change_record(path: Path, database: bytes, change: Callable[[bytes, bytes], 
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run stopped after three shards under `stopped`, and what an undisturbed one makes under `done`."""
+    """Return a run stopped after three shards under `stopped`, and what an undisturbed one makes under `done`."""
     place = tmp_path_factory.mktemp("prepared")
     for name in ("done", "stopped"):
         write_snapshot(WIDE, place / name / "snapshot")

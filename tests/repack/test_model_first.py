@@ -22,7 +22,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def halves(snapshot: Path, target: Path) -> Path:
-    """The same snapshot with every BF16 tensor of the text model in F16."""
+    """Return the same snapshot with every BF16 tensor of the text model in F16."""
     change: dict[str, object] = {}
     for name, tensor in source_tensors(snapshot).items():
         if tensor.dtype == "BF16" and name.startswith("language_model."):

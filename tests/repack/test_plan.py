@@ -46,7 +46,7 @@ _slow = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCh
 
 
 def opened(tmp_path_factory: pytest.TempPathFactory, model: SyntheticModel, data: st.DataObject) -> Snapshot:
-    """A snapshot of this model, without any bytes in its tensors, and some of its layers."""
+    """Return a snapshot of this model, without any bytes in its tensors, and some of its layers."""
     source = write_sparse_snapshot(model, tmp_path_factory.mktemp("plan") / "snapshot")
     layers = data.draw(st.none() | st.sets(st.integers(0, model.layers - 1), min_size=1))
     return Snapshot.open([source], layers=None if layers is None else sorted(layers))
@@ -133,7 +133,7 @@ def check_destinations(plan: Plan) -> None:
 
 
 def check_in_place(plan: Plan) -> None:
-    """The spans of experts are their bytes in the source."""
+    """Assert that the extents of experts are their bytes in the source."""
     assert all(root.share == 0 for root in plan.roots)
     assert [file.kind for file in plan.files] == ["dense", *["source"] * len(plan.snapshot.shards)]
     for key in plan.experts():

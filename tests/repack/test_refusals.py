@@ -77,7 +77,7 @@ def test_there_are_attacks() -> None:
 
 
 def refused(snapshot: Path, target: Path, *options: object, code: int) -> str:
-    """The message of a refusal that leaves everything as it was."""
+    """Return the message of a refusal that leaves everything as it was."""
     before = tree(snapshot)
     result = repacked(snapshot, target, *options, code=code)
     assert tree(snapshot) == before

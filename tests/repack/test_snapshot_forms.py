@@ -141,7 +141,7 @@ def test_a_hugging_face_cache(tmp_path: Path) -> None:
 
 
 def edited(snapshot: Path, target: Path, *, add: Sequence[Tensor] = (), change: dict[str, Tensor] | None = None) -> Path:  # fmt: skip  # noqa: E501
-    """A copy of a snapshot with tensors more or replaced, in its second shard."""
+    """Return a copy of a snapshot with tensors more or replaced, in its second shard."""
     shutil.copytree(snapshot, target)
     shards = {path.name: shard_tensors(path) for path in sorted(target.glob("*.safetensors"))}
     name = sorted(shards)[1]

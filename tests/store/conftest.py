@@ -14,7 +14,7 @@ from tests.support.containers import Built
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A directory that any user may enter; pytest's own may lie below one that only this user may."""
+    """Return a directory that any user may enter; pytest's own may lie below one that only this user may."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)

@@ -32,13 +32,13 @@ def compiled(source: Path, program: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def lease(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled example."""
+    """Return the compiled example."""
     return compiled(ROOT / "examples" / "c_client" / "lease.c", tmp_path_factory.mktemp("c") / "lease")
 
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program that is sent signals, and that forks."""
+    """Return the program that is sent signals, and that forks."""
     return compiled(Path(__file__).with_name("signals_and_forks.c"), tmp_path_factory.mktemp("c") / "disturbed")
 
 

@@ -52,7 +52,7 @@ def open_descriptors() -> int:
 
 
 def hello(path: Path) -> tuple[socket.socket, wire.Welcome, list[int]]:
-    """A welcomed connection with its bare descriptors."""
+    """Return a welcomed connection with its bare descriptors."""
     connection = connect(path)
     wire.send(connection, wire.Hello(1, "bare"))
     welcome, descriptors = wire.receive_with_descriptors(connection)

@@ -270,7 +270,7 @@ def test_noise_on_the_socket_and_in_rings(built: Built, tmp_path: Path, is_long:
 
 
 def babble(path: Path, dice: random.Random, counts: Counter[str]) -> None:
-    """Some packets on a connection of their own: bytes, JSON of any shape, almost right messages."""
+    """Send packets on a connection of their own: bytes, JSON of any shape, almost right messages."""
     with connect(path) as connection:
         for _ in range(dice.randint(1, 4)):
             choice = dice.randrange(4)
@@ -303,7 +303,7 @@ def _anything(dice: random.Random, depth: int) -> Any:
 
 
 def scribble(path: Path, dice: random.Random, counts: Counter[str]) -> None:
-    """A welcomed client that writes what it likes into its ring."""
+    """Connect a client, and write random bytes into its ring."""
     with connect(path) as connection:
         try:
             wire.send(connection, wire.Hello(wire.VERSION, "scribbler"))

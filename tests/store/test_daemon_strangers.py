@@ -54,7 +54,7 @@ def lease_all(source: DaemonSource) -> int:
 
 
 def last_word(connection: socket.socket) -> wire.Message | None:
-    """The message before the end, which a packet that the daemon did not take turns into a reset once."""
+    """Return the message before the end, which a packet that the daemon did not take turns into a reset once."""
     try:
         return wire.receive(connection)
     except ConnectionResetError:
@@ -128,7 +128,7 @@ def test_when_every_closing_thread_sleeps_clients_go_on(
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The loop takes packets only while this is set. Cleared, their sender can be rid of its descriptors first."""
+    """Return an event: the loop takes packets only while it is set. A sender can close its descriptors first."""
     may_look = threading.Event()
     may_look.set()
 

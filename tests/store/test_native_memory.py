@@ -16,7 +16,7 @@ HUGE = 2 * MB
 
 
 def mapped_huge_bytes() -> int:
-    """What this process maps of shared memory with huge pages, by the kernel's word."""
+    """Return the bytes of shared memory that this process maps with huge pages, as the kernel reports them."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("ShmemPmdMapped:"):
             return int(line.split()[1]) * 1024

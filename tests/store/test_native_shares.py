@@ -150,9 +150,11 @@ def busy(server: NativeServer) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_reads_for_nobody_are_bounded_whatever_is_asked(world: World, seed: int) -> None:
-    """Random leases, pins, prefetches, everything called off at random, clients that go: while the drives stand
-    still, at most as many flights are without waiters as reads can be in progress, as soon as what has ended has
-    landed; and never does a lease within its quota fail."""
+    """Lease, pin and prefetch at random, and cancel everything at random, with clients that leave.
+
+    While the drives stand still, at most as many flights are without waiters as reads can be in progress, as soon
+    as what has ended has landed; and never does a lease within its quota fail.
+    """
     random = np.random.default_rng(seed)
     depth = int(random.integers(1, 4))
     with serving(world, slots=40, max_clients=2, quota=4, io_depth=depth, verify="never") as server:  # noqa: SIM117

@@ -17,7 +17,7 @@ PACKAGING = Path(__file__).parents[2] / "packaging"
 
 
 def unit(name: str, section: str) -> dict[str, list[str]]:
-    """The directives of a section, each with all of its values."""
+    """Return the directives of a section, each with all of its values."""
     found: dict[str, list[str]] = {}
     here = ""
     for line in (PACKAGING / name).read_text().splitlines():

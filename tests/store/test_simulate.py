@@ -65,7 +65,7 @@ def test_nothing_at_all() -> None:
 
 
 def best_misses(sets: list[frozenset[tuple[int, int]]], slots: int) -> int:
-    """The fewest reads, found by trying everything: any cache content within the rules after each set."""
+    """Return the fewest reads, found by trying everything: any cache content within the rules after each set."""
 
     @functools.cache
     def from_here(place: int, cache: frozenset[tuple[int, int]]) -> int:

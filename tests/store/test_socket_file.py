@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 
 
 def leave_behind(path: Path) -> None:
-    """A socket file as a killed daemon leaves it."""
+    """Make a socket file as a killed daemon leaves it."""
     left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     left.bind(str(path))
     left.listen()

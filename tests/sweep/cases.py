@@ -156,7 +156,7 @@ class Verify(Case):
         return ["k3-verify", str(self.target()), *self.options()]
 
     def prepare(self) -> None:
-        """A check changes nothing."""
+        """Prepare nothing, since a check changes nothing."""
 
     def judge(self, ended: Ended) -> str | None:
         if ("sound" in ended.out.split(":")[0:1] or "\nsound" in ended.out) and ended.code not in (0, 6, 7, 141):

@@ -30,7 +30,7 @@ MOST_CALLS = 24
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that lets calls fail, built with the compiler that built the project."""
+    """Return the library that lets calls fail, built with the compiler that built the project."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None, "a C compiler is needed, as for the project itself"
     made = tmp_path_factory.mktemp("shim") / "shim.so"

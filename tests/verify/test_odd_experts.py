@@ -29,7 +29,7 @@ SAID = (
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A snapshot with three odd experts: the last scale byte of one, the first of another, a matrix of zeros."""
+    """Return a snapshot with three odd experts: one's last scale byte, another's first, a matrix of zeros."""
     place = tmp_path_factory.mktemp("odd")
     sound = write_snapshot(WIDE, place / "sound")
     tensors = source_tensors(sound)

@@ -44,7 +44,7 @@ def only(built: Built, *places: Path) -> Finding:
 
 
 def layer_file(built: Built, layer: int, root: int) -> tuple[int, Path]:
-    """Number and path of a root's expert file."""
+    """Return number and path of a root's expert file."""
     for number, file in enumerate(built.manifest.files):
         if file.root == root and file.path.endswith(f"layer-{layer:05d}.safetensors"):
             return number, built.path(number)

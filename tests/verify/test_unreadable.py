@@ -49,7 +49,7 @@ def findings(result: Result) -> list[dict[str, Any]]:
 
 
 def assert_told(result: Result, fault: FailingCall) -> None:
-    """The result of a run in which a call failed: a documented code, a file and a reason, nothing claimed."""
+    """Assert that a run in which a call failed gave a documented code, a file and a reason, and no claim."""
     place = f"{fault.call} {fault.at} {errno.errorcode[fault.number]} {fault.struck}\n{result.output}"
     assert result.exit_code in {4, 6} | (
         {0, 1, 5} if fault.call == "stat" else {1, 5} if fault.number == errno.ENOENT else set()
