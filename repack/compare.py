@@ -41,7 +41,7 @@ from k3.repack.comparison import (
     required_shards,
     required_units,
     shard_problem,
-    tensor_spans,
+    tensor_extents,
 )
 from k3.repack.interrupts import result, submit
 from k3.repack.jobs import ONE, Jobs
@@ -86,19 +86,21 @@ class CompareDestination:
     def expert(self, key: ExpertKey, buffer: Bytes, pool: BufferPool) -> None:
         """Compare an expert's pieces, each with what its root holds."""
         found = self._extents(key)
-        spans = self._plan.expert_spans(key)
+        wanted = self._plan.expert_extents(key)
         name = self._plan.layers[key.layer].layout.prefix + f".{key.expert}"
-        if not self._same_places(found, spans, key):
+        if not self._same_places(found, wanted, key):
             pool.give(buffer)
             return
         pieces = self._plan.layers[key.layer].pieces
 
         def work() -> None:
             try:
-                for part, (piece, span, extent) in enumerate(zip(pieces, spans, found, strict=True)):
+                for part, (piece, planned, extent) in enumerate(zip(pieces, wanted, found, strict=True)):
                     start = piece.payload_offset
                     expected = buffer[start : start + piece.stored_bytes]
-                    self._range(expert_unit(key, part), span, span.offset, expected, extent.digest, key, name)
+                    self._range(
+                        expert_unit(key, part), planned, planned.offset, expected, extent.digest, key, name
+                    )
             finally:
                 pool.give(buffer)
 
@@ -108,7 +110,7 @@ class CompareDestination:
     def expert_in_place(self, key: ExpertKey, digests: tuple[bytes, ...]) -> None:
         """Compare the digests of an expert that stays in the source with the catalog's."""
         found = self._extents(key)
-        if self._same_places(found, self._plan.expert_spans(key), key):
+        if self._same_places(found, self._plan.expert_extents(key), key):
             for part, (extent, digest) in enumerate(zip(found, digests, strict=True)):
                 unit = expert_unit(key, part)
                 if extent.digest == digest:
@@ -119,14 +121,20 @@ class CompareDestination:
             self.experts.add(key)
 
     def dense_block(
-        self, tensor: PlannedTensor, span: PlannedExtent, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
+        self,
+        tensor: PlannedTensor,
+        planned: PlannedExtent,
+        offset: int,
+        data: Bytes,
+        buffer: Bytes,
+        pool: BufferPool,
     ) -> None:
         """Compare whole pages of the dense blob."""
-        unit = ComparedUnit("tensor", tensor.position, part=tensor_spans(tensor).index(span))
+        unit = ComparedUnit("tensor", tensor.position, part=tensor_extents(tensor).index(planned))
 
         def work() -> None:
             try:
-                self._range(unit, span, offset, data, None, None, tensor.source.name)
+                self._range(unit, planned, offset, data, None, None, tensor.source.name)
             finally:
                 pool.give(buffer)
 
@@ -137,9 +145,9 @@ class CompareDestination:
         name = tensor.source.name
         path = self._container.file_path(0)
         entry_unit = ComparedUnit("entry", tensor.position)
-        planned = tensor_spans(tensor)
-        for part, span in enumerate(planned):
-            if not span.stored_bytes:  # a tensor without elements: no block will come
+        wanted = tensor_extents(tensor)
+        for part, planned in enumerate(wanted):
+            if not planned.stored_bytes:  # a tensor without elements: no block will come
                 self._tally.settle(ComparedUnit("tensor", tensor.position, part=part))
         try:
             entry = self._container.tensor(name)
@@ -147,7 +155,7 @@ class CompareDestination:
             self._differ(entry_unit, "catalog has no such tensor", path, None, None, name)
             return
         catalogued = [entry.weights, *([] if entry.scales is None else [entry.scales])]
-        if [_place(item) for item in catalogued] != [_place(span) for span in planned]:
+        if [_place(item) for item in catalogued] != [_place(planned) for planned in wanted]:
             self._differ(entry_unit, "catalog points elsewhere than the source's plan", path, None, None, name)
         elif tuple(item.digest for item in catalogued) != digests:
             problem = "digest differs from a fresh quantization"
@@ -183,10 +191,10 @@ class CompareDestination:
     def header(self, number: int) -> None:
         """Compare a written file's header with the plan's."""
         expected = np.frombuffer(self._plan.header(number), np.uint8)
-        span = PlannedExtent(number, 0, len(expected), len(expected))
+        planned = PlannedExtent(number, 0, len(expected), len(expected))
         for start in range(0, len(expected), self._buffers.nbytes):
             block = expected[start : start + self._buffers.nbytes]
-            self._range(ComparedUnit("header", number), span, start, block, None, None, None)
+            self._range(ComparedUnit("header", number), planned, start, block, None, None, None)
 
     def small_files(self) -> None:
         """Compare text files with the source's; manifest, catalog and root files with what they must be."""
@@ -280,11 +288,11 @@ class CompareDestination:
     def _extents(self, key: ExpertKey) -> list[CatalogExtent]:
         return self._container.catalog.expert(key.layer, key.expert) or []
 
-    def _same_places(self, found: list[CatalogExtent], spans: Sequence[PlannedExtent], key: ExpertKey) -> bool:
-        if [_place(extent) for extent in found] == [_place(span) for span in spans]:
+    def _same_places(self, found: list[CatalogExtent], wanted: Sequence[PlannedExtent], key: ExpertKey) -> bool:
+        if [_place(extent) for extent in found] == [_place(planned) for planned in wanted]:
             return True
         problem = "catalog points elsewhere than the source's plan" if found else "catalog has no such expert"
-        for part in range(len(spans)):
+        for part in range(len(wanted)):
             self._told.add(expert_unit(key, part))
         self._differ(expert_unit(key, 0), problem, self._container.home, None, key)
         self.experts.add(key)
@@ -293,15 +301,15 @@ class CompareDestination:
     def _range(
         self,
         unit: ComparedUnit,
-        span: PlannedExtent,
+        planned: PlannedExtent,
         offset: int,
         expected: Bytes,
         digest: bytes | None,
         key: ExpertKey | None,
         name: str | None,
     ) -> None:
-        """Read a range of a unit's span back and compare it; differences are recorded, not raised."""
-        number = span.file
+        """Read a range of a unit's extent back and compare it; differences are recorded, not raised."""
+        number = planned.file
         path = self._container.file_path(number)
         buffer = self._buffers.take()
         try:
@@ -314,7 +322,7 @@ class CompareDestination:
                 problem = "bytes equal the source, but the catalog's digest does not"
                 self._differ(unit, problem, path, offset, key, name)
             else:
-                self._tally.settle(unit, offset - span.offset, offset - span.offset + len(expected))
+                self._tally.settle(unit, offset - planned.offset, offset - planned.offset + len(expected))
         except DriveError as error:
             self._unreadable(unit, error, path, key, name)
         finally:
@@ -325,9 +333,9 @@ class CompareDestination:
         if key is None:
             return name
         layer = self._plan.layers[key.layer]
-        for piece, span in zip(layer.pieces, layer.spans(key.expert), strict=True):
-            if span.file == number:
-                inside = piece.payload_offset + offset - span.offset
+        for piece, planned in zip(layer.pieces, layer.extents(key.expert), strict=True):
+            if planned.file == number:
+                inside = piece.payload_offset + offset - planned.offset
                 for part in layer.layout.parts:
                     if part.offset <= inside < part.offset + part.nbytes:
                         return f"{name}.{part.name}"

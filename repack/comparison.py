@@ -43,12 +43,12 @@ def required_units(plan: Plan, small_files: Mapping[str, int]) -> dict[ComparedU
         if file.kind != "source"
     }
     for key in plan.experts():
-        for part, span in enumerate(plan.expert_spans(key)):
-            units[expert_unit(key, part)] = span.stored_bytes
+        for part, extent in enumerate(plan.expert_extents(key)):
+            units[expert_unit(key, part)] = extent.stored_bytes
     for tensor in plan.tensors:
         units[ComparedUnit("entry", tensor.position)] = 0
-        for part, span in enumerate(tensor_spans(tensor)):
-            units[ComparedUnit("tensor", tensor.position, part=part)] = span.stored_bytes
+        for part, extent in enumerate(tensor_extents(tensor)):
+            units[ComparedUnit("tensor", tensor.position, part=part)] = extent.stored_bytes
     units.update({ComparedUnit("small", name=name): nbytes for name, nbytes in small_files.items()})
     return units
 
@@ -58,7 +58,7 @@ def expert_unit(key: ExpertKey, part: int) -> ComparedUnit:
     return ComparedUnit("expert", key.layer, key.expert, part)
 
 
-def tensor_spans(tensor: PlannedTensor) -> tuple[PlannedExtent, ...]:
+def tensor_extents(tensor: PlannedTensor) -> tuple[PlannedExtent, ...]:
     """Return a tensor's weights and, where it has them, its scales."""
     return (tensor.weights,) if tensor.scales is None else (tensor.weights, tensor.scales)
 

@@ -31,10 +31,10 @@ class _Output:
     """Collects one stored run (weights or scales) in whole pages and digests it."""
 
     def __init__(
-        self, tensor: PlannedTensor, span: PlannedExtent, destination: Destination, pool: BufferPool
+        self, tensor: PlannedTensor, planned: PlannedExtent, destination: Destination, pool: BufferPool
     ) -> None:
         self._tensor = tensor
-        self._span = span
+        self._planned = planned
         self._destination = destination
         self._pool = pool
         self._hasher = checksum.Hasher()
@@ -58,23 +58,23 @@ class _Output:
 
     def finish(self) -> bytes:
         """Pad with zeros to the stored size, hand over the rest, and return the digest."""
-        assert self._written + self._fill == self._span.payload_bytes
+        assert self._written + self._fill == self._planned.payload_bytes
         if self._buffer is not None:
             end = page_ceil(self._fill)
             self._buffer[self._fill : end] = 0
             self._fill = end
             self._flush()
-        assert self._written == self._span.stored_bytes
+        assert self._written == self._planned.stored_bytes
         return self._hasher.digest()
 
     def _flush(self) -> None:
         assert self._buffer is not None
         data = self._buffer[: self._fill]
         self._hasher.update(data.data)
-        offset = self._span.offset + self._written
+        offset = self._planned.offset + self._written
         self._written += self._fill
         buffer, self._buffer, self._fill = self._buffer, None, 0
-        self._destination.dense_block(self._tensor, self._span, offset, data, buffer, self._pool)
+        self._destination.dense_block(self._tensor, self._planned, offset, data, buffer, self._pool)
 
 
 class DenseSink:

@@ -25,7 +25,13 @@ class Destination(Protocol):
         """Take the digests of an expert that stays where it is, one per extent, in payload order."""
 
     def dense_block(
-        self, tensor: PlannedTensor, span: PlannedExtent, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
+        self,
+        tensor: PlannedTensor,
+        planned: PlannedExtent,
+        offset: int,
+        data: Bytes,
+        buffer: Bytes,
+        pool: BufferPool,
     ) -> None:
         """Whole pages `data` (a view of `buffer`) of a tensor's weights or scales, at `offset` of the blob."""
 

@@ -14,7 +14,7 @@ from k3.base.errors import IncompleteError
 from k3.base.ledger import Ledger
 from k3.base.safe_text import counted
 from k3.model.keys import ExpertKey
-from k3.repack.comparison import tensor_spans
+from k3.repack.comparison import tensor_extents
 from k3.repack.journal import Journal
 from k3.repack.plan import Plan
 
@@ -43,10 +43,10 @@ def durable_units(plan: Plan, journal: Journal) -> Ledger[Durable]:
             proven[unit] = sum(runs)
 
     for key in plan.experts():
-        sizes = (span.stored_bytes for span in plan.expert_spans(key))
+        sizes = (extent.stored_bytes for extent in plan.expert_extents(key))
         enter(Durable("expert", key.layer, key.expert), sizes, journal.experts.get(key))
     for tensor in plan.tensors:
-        sizes = (span.stored_bytes for span in tensor_spans(tensor))
+        sizes = (extent.stored_bytes for extent in tensor_extents(tensor))
         enter(Durable("tensor", tensor.position), sizes, journal.tensors.get(tensor.position))
     for shard in plan.snapshot.shards:
         unit = Durable("shard", name=shard.name)

@@ -82,8 +82,8 @@ class PlannedLayer:
     files: tuple[int, ...]
     header_bytes: tuple[int, ...]
 
-    def spans(self, expert: int) -> tuple[PlannedExtent, ...]:
-        """Return the spans of an expert's pieces. A layer's experts are equally large: ids tell places."""
+    def extents(self, expert: int) -> tuple[PlannedExtent, ...]:
+        """Return the extents of an expert's pieces. A layer's experts are equally large: ids tell places."""
         return tuple(
             PlannedExtent(file, header + expert * piece.stored_bytes, piece.payload_bytes, piece.stored_bytes)
             for piece, file, header in zip(self.pieces, self.files, self.header_bytes, strict=True)
@@ -158,11 +158,11 @@ class Plan:
         self._check_names()
         layout = self._dense_layout()
         self.files.append(PlannedFile(0, DENSE_NAME, "dense", layout.size_bytes, len(layout.header)))
-        spans = iter(layout.extents)
+        extents = iter(layout.extents)
         planned = []
         for position, (name, encoding) in enumerate(self._dense_names):
-            weights = PlannedExtent(0, *next(spans))
-            scales = PlannedExtent(0, *next(spans)) if encoding in (Encoding.INT8, Encoding.INT4) else None
+            weights = PlannedExtent(0, *next(extents))
+            scales = PlannedExtent(0, *next(extents)) if encoding in (Encoding.INT8, Encoding.INT4) else None
             planned.append(PlannedTensor(position, self.snapshot.tensors[name], encoding, weights, scales))
         self.tensors = tuple(planned)
         self._by_name = {tensor.source.name: tensor for tensor in planned}
@@ -230,10 +230,10 @@ class Plan:
         layer = self.layers[file.layer]
         return expert_file_layout(layer.layout, layer.experts, layer.pieces, file.root).header
 
-    def expert_spans(self, key: ExpertKey) -> tuple[PlannedExtent, ...]:
-        """Return the spans of an expert in the finished container, in payload order."""
+    def expert_extents(self, key: ExpertKey) -> tuple[PlannedExtent, ...]:
+        """Return the extents of an expert in the finished container, in payload order."""
         if not self.in_place:
-            return self.layers[key.layer].spans(key.expert)
+            return self.layers[key.layer].extents(key.expert)
         return tuple(
             PlannedExtent(
                 self._source_files[str(extent.path)], extent.offset, extent.payload_bytes, extent.stored_bytes

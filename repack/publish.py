@@ -176,10 +176,10 @@ def _write_catalog(plan: Plan, home: Path, files: tuple[DataFile, ...], journal:
 def _expert_records(plan: Plan, journal: Journal) -> Iterator[tuple[int, int, bytes]]:
     for key in plan.experts():
         digests = journal.experts[key]
-        spans = plan.expert_spans(key)
+        planned_extents = plan.expert_extents(key)
         records = (
-            pack_piece(span.file, span.offset, span.payload_bytes, span.stored_bytes, digest)
-            for span, digest in zip(spans, digests, strict=True)
+            pack_piece(planned.file, planned.offset, planned.payload_bytes, planned.stored_bytes, digest)
+            for planned, digest in zip(planned_extents, digests, strict=True)
         )
         yield key.layer, key.expert, b"".join(records)
 
@@ -194,8 +194,8 @@ def _tensor_records(plan: Plan, journal: Journal) -> Iterator[CatalogTensor]:
         )
 
 
-def _extent(span: PlannedExtent, digest: bytes) -> CatalogExtent:
-    return CatalogExtent(span.file, span.offset, span.payload_bytes, span.stored_bytes, digest)
+def _extent(planned: PlannedExtent, digest: bytes) -> CatalogExtent:
+    return CatalogExtent(planned.file, planned.offset, planned.payload_bytes, planned.stored_bytes, digest)
 
 
 def _model(snapshot: Snapshot, texts: list[SmallFile]) -> dict[str, str | None]:

@@ -36,7 +36,7 @@ class Recheck:
 
 def journalled_bytes(plan: Plan, journal: Journal) -> int:
     """Bytes that `recheck` will read."""
-    return sum(span.stored_bytes for _, spans, _ in _units(plan, journal) for span in spans)
+    return sum(extent.stored_bytes for _, extents, _ in _units(plan, journal) for extent in extents)
 
 
 def recheck(
@@ -61,16 +61,16 @@ def recheck(
     try:
 
         def check(unit: tuple[ExpertKey | int, tuple[PlannedExtent, ...], tuple[bytes, ...]]) -> bool:
-            _, spans, digests = unit
+            _, extents, digests = unit
             return all(
-                _span_digest(_written_path(plan, directories, span.file), span, buffers, direct) == digest
-                for span, digest in zip(spans, digests, strict=True)
+                _extent_digest(_written_path(plan, directories, extent.file), extent, buffers, direct) == digest
+                for extent, digest in zip(extents, digests, strict=True)
             )
 
         units = list(_units(plan, journal))
         for unit, ok in zip(units, pool.map(check, units), strict=True):
-            key, spans, _ = unit
-            nbytes = sum(span.stored_bytes for span in spans)
+            key, extents, _ = unit
+            nbytes = sum(extent.stored_bytes for extent in extents)
             checked_bytes += nbytes
             on_bytes(nbytes)
             if ok:
@@ -89,11 +89,11 @@ def _units(
 ) -> Iterator[tuple[ExpertKey | int, tuple[PlannedExtent, ...], tuple[bytes, ...]]]:
     if not plan.in_place:
         for key, digests in sorted(journal.experts.items()):
-            yield key, plan.expert_spans(key), digests
+            yield key, plan.expert_extents(key), digests
     for position, digests in sorted(journal.tensors.items()):
         tensor = plan.tensors[position]
-        spans = (tensor.weights,) if tensor.scales is None else (tensor.weights, tensor.scales)
-        yield position, spans, digests
+        extents = (tensor.weights,) if tensor.scales is None else (tensor.weights, tensor.scales)
+        yield position, extents, digests
 
 
 def _written_path(plan: Plan, directories: Mapping[int, Path], number: int) -> Path:
@@ -103,14 +103,14 @@ def _written_path(plan: Plan, directories: Mapping[int, Path], number: int) -> P
     return partial if is_there(partial) else final
 
 
-def _span_digest(path: Path, span: PlannedExtent, buffers: BufferPool, direct: bool) -> bytes | None:
+def _extent_digest(path: Path, extent: PlannedExtent, buffers: BufferPool, direct: bool) -> bytes | None:
     hasher = checksum.Hasher()
     buffer = buffers.take()
     try:
         with ReadFile(path, direct=direct) as file:
-            for start in range(0, span.stored_bytes, READ_BYTES):
-                length = min(READ_BYTES, span.stored_bytes - start)
-                hasher.update(file.read(span.offset + start, length, buffer).data)
+            for start in range(0, extent.stored_bytes, READ_BYTES):
+                length = min(READ_BYTES, extent.stored_bytes - start)
+                hasher.update(file.read(extent.offset + start, length, buffer).data)
     except DriveError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, NOT_THERE) and cause.errno != errno.EIO:

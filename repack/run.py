@@ -362,7 +362,7 @@ def _forget_unfit(plan: Plan, journal: Journal) -> int:
     experts = [
         key
         for key, digests in journal.experts.items()
-        if key not in known or not _are_digests(digests, len(plan.expert_spans(key)))
+        if key not in known or not _are_digests(digests, len(plan.expert_extents(key)))
     ]
     extents = {tensor.position: 1 if tensor.scales is None else 2 for tensor in plan.tensors}
     tensors = [
@@ -388,7 +388,7 @@ def _forget_unproven(plan: Plan, journal: Journal) -> None:
 def _reopen_incomplete(plan: Plan, directories: Mapping[int, Path], journal: Journal) -> None:
     """Files that had their final name but lack units again become partial ones."""
     wanting = {
-        span.file for key in plan.experts() if key not in journal.experts for span in plan.expert_spans(key)
+        extent.file for key in plan.experts() if key not in journal.experts for extent in plan.expert_extents(key)
     }
     if any(tensor.position not in journal.tensors for tensor in plan.tensors):
         wanting.add(0)

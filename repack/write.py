@@ -63,8 +63,8 @@ class WriteDestination:
             pool.give(buffer)
             self._compare(self._journal.experts[key], digests, f"layer {key.layer} expert {key.expert}")
             return
-        spans = self._plan.expert_spans(key)
-        remaining = [len(spans)]
+        extents = self._plan.expert_extents(key)
+        remaining = [len(extents)]
 
         def finished() -> None:
             with self._lock:
@@ -73,8 +73,8 @@ class WriteDestination:
             if last:
                 pool.give(buffer)
 
-        for span, run in zip(spans, runs, strict=True):
-            self._write(span.file, span.offset, run, finished)
+        for extent, run in zip(extents, runs, strict=True):
+            self._write(extent.file, extent.offset, run, finished)
         self._experts[key] = digests
         self._maybe_commit()
 
@@ -86,13 +86,19 @@ class WriteDestination:
             self._experts[key] = digests
 
     def dense_block(
-        self, tensor: PlannedTensor, span: PlannedExtent, offset: int, data: Bytes, buffer: Bytes, pool: BufferPool
+        self,
+        tensor: PlannedTensor,
+        planned: PlannedExtent,
+        offset: int,
+        data: Bytes,
+        buffer: Bytes,
+        pool: BufferPool,
     ) -> None:
         """Write whole pages of the dense blob."""
         if tensor.position in self._journal.tensors:
             pool.give(buffer)
         else:
-            self._write(span.file, offset, data, lambda: pool.give(buffer))
+            self._write(planned.file, offset, data, lambda: pool.give(buffer))
 
     def tensor(self, tensor: PlannedTensor, digests: tuple[bytes, ...]) -> None:
         """All blocks of a tensor are on their way."""

@@ -95,20 +95,20 @@ def check_routes(plan: Plan) -> None:
     assert plan.read_bytes == sum(shard.size_bytes for shard in plan.snapshot.shards)
 
 
-def spans_of(plan: Plan) -> Iterator[PlannedExtent]:
+def extents_of(plan: Plan) -> Iterator[PlannedExtent]:
     for tensor in plan.tensors:
         yield tensor.weights
         if tensor.scales is not None:
             yield tensor.scales
     for key in plan.experts():
-        yield from plan.expert_spans(key)
+        yield from plan.expert_extents(key)
 
 
 def check_destinations(plan: Plan) -> None:
-    """From the container's side: header, then spans, then nothing."""
+    """From the container's side: header, then extents, then nothing."""
     by_file: dict[int, list[PlannedExtent]] = {number: [] for number in range(len(plan.files))}
-    for span in spans_of(plan):
-        by_file[span.file].append(span)
+    for extent in extents_of(plan):
+        by_file[extent.file].append(extent)
     totals = dict.fromkeys(plan.write_bytes(), 0)
     for number, file in enumerate(plan.files):
         if file.kind == "source":
@@ -119,11 +119,11 @@ def check_destinations(plan: Plan) -> None:
         parsed = parse_header(header, file.size_bytes, Path(file.path))
         assert parsed.header_bytes == file.header_bytes
         position = file.header_bytes
-        for span in sorted(by_file[number], key=lambda span: (span.offset, span.stored_bytes)):
-            assert span.offset == position
-            assert span.payload_bytes <= span.stored_bytes < span.payload_bytes + PAGE_BYTES
-            assert span.stored_bytes % PAGE_BYTES == 0
-            position += span.stored_bytes
+        for extent in sorted(by_file[number], key=lambda extent: (extent.offset, extent.stored_bytes)):
+            assert extent.offset == position
+            assert extent.payload_bytes <= extent.stored_bytes < extent.payload_bytes + PAGE_BYTES
+            assert extent.stored_bytes % PAGE_BYTES == 0
+            position += extent.stored_bytes
         assert position == file.size_bytes
         totals[file.root] += file.size_bytes
     assert totals == plan.write_bytes()
@@ -138,14 +138,14 @@ def check_in_place(plan: Plan) -> None:
     assert [file.kind for file in plan.files] == ["dense", *["source"] * len(plan.snapshot.shards)]
     for key in plan.experts():
         extents = plan.source_extents(key)
-        for extent, span in zip(extents, plan.expert_spans(key), strict=True):
-            file = plan.files[span.file]
+        for extent, planned in zip(extents, plan.expert_extents(key), strict=True):
+            file = plan.files[planned.file]
             assert extent.path.name == file.path
-            assert (span.offset, span.payload_bytes, span.stored_bytes) == (
+            assert (planned.offset, planned.payload_bytes, planned.stored_bytes) == (
                 extent.offset,
                 *[extent.payload_bytes] * 2,
             )
-            assert span.offset + span.stored_bytes <= file.size_bytes
+            assert planned.offset + planned.stored_bytes <= file.size_bytes
 
 
 @given(model=_models, data=st.data())
@@ -190,6 +190,6 @@ def test_a_plan_is_the_same_every_time(tmp_path: Path, order: Any) -> None:
     first, second = (Plan(Snapshot.open([source]), Recipe(4, 8, 16), (2, 1)) for _ in range(2))
     assert first.files == second.files
     assert first.tensors == second.tensors
-    assert list(spans_of(first)) == list(spans_of(second))
+    assert list(extents_of(first)) == list(extents_of(second))
     encodings = {tensor.encoding for tensor in first.tensors}
     assert encodings == {Encoding.RAW, Encoding.INT4, Encoding.INT8}

@@ -69,9 +69,9 @@ def places(case: Case) -> Iterator[tuple[int, int, str]]:
     """(file number, offset, what) of one byte of each kind of thing in the data files."""
     plan = case.plan()
     layer = plan.layers[1]
-    for span in layer.spans(2):
-        yield span.file, span.offset + 100, "expert"
-    last = layer.spans(5)[-1]
+    for extent in layer.extents(2):
+        yield extent.file, extent.offset + 100, "expert"
+    last = layer.extents(5)[-1]
     assert last.stored_bytes > last.payload_bytes
     yield last.file, last.offset + last.stored_bytes - 1, "expert padding"
     quantized = next(tensor for tensor in plan.tensors if tensor.scales is not None)

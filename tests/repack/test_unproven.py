@@ -92,7 +92,7 @@ def test_the_units_of_a_plan_are_all_bytes_of_its_files(source: Path) -> None:
         plan = Plan(snapshot, RepackRequest((source,), source).recipe, (1, 1), in_place=in_place)
         units = required_units(plan, {"config.json": 7})
         written = sum(plan.write_bytes().values())
-        experts = sum(span.stored_bytes for key in plan.experts() for span in plan.expert_spans(key))
+        experts = sum(extent.stored_bytes for key in plan.experts() for extent in plan.expert_extents(key))
         assert sum(units.values()) == written + 7 + (experts if in_place else 0)
 
 
