@@ -83,7 +83,9 @@ def read_journal(path: Path) -> JournalContent:
     try:
         _Reader(PageTree(data, path), content).read()
     except (struct.error, UnicodeDecodeError) as error:  # of a record that has its digest and is none of ours
-        raise DamageError("the journal holds what no run writes", path=path, advice=START_ANEW) from error
+        raise DamageError(
+            "the journal holds a record of a form that k3-repack does not write", path=path, advice=START_ANEW
+        ) from error
     except DamageError as error:
         raise DamageError(
             f"the journal is damaged: {error.problem}", path=path, offset=error.offset, advice=START_ANEW
@@ -117,7 +119,7 @@ class _Reader:
                 advice=START_ANEW,
             )
         elif content.lost or content.experts or content.tensors or content.shards:
-            raise DamageError("what the run was asked to do is not in it", path=self._tree.path)
+            raise DamageError("the record of what the run was asked to do is missing", path=self._tree.path)
 
     def _records(self, name: bytes, *, refuse_first_version: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """Return the sound records of a database; of the others, that they are lost."""

@@ -449,7 +449,9 @@ def _shares_of(before: Mapping[str, Any], path: Path) -> tuple[tuple[int, ...], 
         or type(probes) is not dict
         or not all(key.isdecimal() and type(rate) is int and rate >= 0 for key, rate in probes.items())
     ):
-        raise DamageError("the journal has no shares that a run could go on with", path=path, advice=START_ANEW)
+        raise DamageError(
+            "the journal's record of the shares of the drives is not valid", path=path, advice=START_ANEW
+        )
     return tuple(shares), {int(number): rate for number, rate in probes.items()}
 
 

@@ -154,7 +154,7 @@ class CatalogCheck:
 
     def _check_source_layers(self) -> None:
         """Experts in the original shards: inside their files, whole, and each byte used once."""
-        spans: list[tuple[int, int, int, ExpertKey]] = []
+        ranges: list[tuple[int, int, int, ExpertKey]] = []
         for layer in self.content.layers.values():
             for key, extents in self._experts_of(layer):
                 payload_bytes = sum(extent.payload_bytes for extent in extents)
@@ -162,9 +162,9 @@ class CatalogCheck:
                     problem = f"extents hold {payload_bytes} bytes instead of {layer.layout.payload_bytes}"
                     self._add(problem, layer=key.layer, expert=key.expert)
                 for extent in extents:
-                    spans.append((extent.file, extent.offset, extent.offset + extent.stored_bytes, key))
-        spans.sort(key=lambda span: span[:3])
-        for before, after in pairwise(spans):
+                    ranges.append((extent.file, extent.offset, extent.offset + extent.stored_bytes, key))
+        ranges.sort(key=lambda one: one[:3])
+        for before, after in pairwise(ranges):
             if before[0] == after[0] and after[1] < before[2]:
                 other = f"layer {before[3].layer}, expert {before[3].expert}"
                 self._add(

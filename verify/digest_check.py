@@ -179,7 +179,7 @@ class _Check:
         try:
             buffer = huge_buffer(READ_BYTES + 2 * PAGE_BYTES)
         except (OSError, MemoryError) as error:
-            self._trouble = DriveError(f"the system gave no memory to read into: {error}")
+            self._trouble = DriveError(f"cannot allocate a read buffer: {error}")
             return
         self._buffers.append(buffer)
         file: ReadFile | None = None

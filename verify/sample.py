@@ -70,12 +70,12 @@ def parse_selection(text: str) -> Selection:
     if match := _PART.match(text):
         number, parts = int(match[1]), int(match[2])
         if not 1 <= number <= parts:
-            raise ValueError(f"{text!r} is no part: 1/5 is the first of five, 5/5 the last")
+            raise ValueError(f"{text!r} is not a part: 1/5 is the first of five, 5/5 the last")
         return Selection(part=(number, parts))
     if match := _PERCENT.match(text):
         percent = float(match[1])
         if not 0 < percent <= 100:
-            raise ValueError(f"{text!r} is not more than 0% and at most 100%")
+            raise ValueError(f"{text!r} is not a share above 0% and up to 100%")
         return Selection(percent=percent)
     try:
         nbytes = parse_size(text)
@@ -83,5 +83,5 @@ def parse_selection(text: str) -> Selection:
         allowed = "a part such as 1/5, a share such as 2.5%, a size such as 50G, or all"
         raise ValueError(f"{text!r} is none of: {allowed}") from None
     if nbytes < 1:
-        raise ValueError(f"{text!r} is no bytes at all")
+        raise ValueError(f"{text!r} is less than one byte")
     return Selection(nbytes=nbytes)

@@ -141,7 +141,9 @@ def _check_manifest_can_be_used(home: Path, manifest: Manifest) -> None:
             raise ContainerError(f"file {file.path} of {file.bytes} bytes has a larger header", path=path)
     for first, last in manifest.geometry.layers:
         if not first <= last < _LAYERS_MAX:
-            raise ContainerError(f"layers {first} to {last} are no range", path=path)
+            raise ContainerError(
+                f"layers {first} to {last} are not an ascending range below {_LAYERS_MAX}", path=path
+            )
     if manifest.catalog.path != CATALOG_NAME:
         raise ContainerError(f"catalog is called {manifest.catalog.path!r}", path=path)
 

@@ -118,7 +118,7 @@ def held_bytes(tensor: DenseInfo, *, as_float32: bool) -> int:
 
 
 def activation_bytes(config: ModelConfig, chunk: int, *, every_logit: bool) -> int:
-    """Return roughly the bytes that a pass over `chunk` tokens holds besides weights and state."""
+    """Return roughly the bytes that a pass over `chunk` tokens holds in addition to weights and state."""
     moe, mla, kda = config.moe, config.mla, config.kda
     widest = max(
         2 * config.dense_inner,

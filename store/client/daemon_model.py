@@ -18,7 +18,7 @@ from k3.model.identity import ModelIdentity
 from k3.model.keys import ExpertLayout, Extent
 from k3.model.model_config import CONFIG_NAME, parse_config
 from k3.model.model_source import DenseInfo, EncodedTensor
-from k3.store.protocol.model_descriptor import DenseTensor, ExpertLayer, ModelDescriptor, Span
+from k3.store.protocol.model_descriptor import DenseRange, DenseTensor, ExpertLayer, ModelDescriptor
 from k3.store.source import Payload
 
 if TYPE_CHECKING:
@@ -193,5 +193,5 @@ class DaemonModel:
         except KeyError:
             raise ContainerError("layer has no routed experts here", path=self.home, layer=layer) from None
 
-    def _view(self, span: Span) -> Payload:
+    def _view(self, span: DenseRange) -> Payload:
         return self._dense[span.offset : span.offset + span.nbytes]

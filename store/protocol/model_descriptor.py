@@ -28,7 +28,7 @@ from k3.model.model_config import CONFIG_NAME, parse_config
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class DenseRange:
     """Bytes of the dense memfd."""
 
     offset: int
@@ -43,8 +43,8 @@ class DenseTensor:
     dtype: str
     shape: tuple[int, ...]
     encoding: Encoding
-    weights: Span
-    scales: Span | None
+    weights: DenseRange
+    scales: DenseRange | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +109,17 @@ class ModelDescriptor:
 
 
 def place_dense(tensors: tuple[CatalogTensor, ...]) -> tuple[tuple[DenseTensor, ...], int]:
-    """Where each dense tensor goes in the dense memfd, and how large that must be."""
+    """Return the place of each dense tensor in the dense memfd, and the size in bytes that the memfd must have."""
     placed = []
     end = 0
     for tensor in tensors:
-        spans = []
+        ranges = []
         for extent in (tensor.weights, tensor.scales):
             if extent is not None:
-                spans.append(Span(end, extent.payload_bytes))
+                ranges.append(DenseRange(end, extent.payload_bytes))
                 end += page_ceil(extent.stored_bytes)
-        scales = spans[1] if len(spans) == 2 else None
-        placed.append(DenseTensor(tensor.name, tensor.dtype, tensor.shape, tensor.encoding, spans[0], scales))
+        scales = ranges[1] if len(ranges) == 2 else None
+        placed.append(DenseTensor(tensor.name, tensor.dtype, tensor.shape, tensor.encoding, ranges[0], scales))
     return tuple(placed), end
 
 
@@ -187,13 +187,13 @@ def _tensor_json(tensor: DenseTensor) -> dict[str, Any]:
         "dtype": tensor.dtype,
         "shape": tensor.shape,
         "encoding": tensor.encoding.value,
-        "weights": _span_json(tensor.weights),
-        "scales": None if tensor.scales is None else _span_json(tensor.scales),
+        "weights": _range_json(tensor.weights),
+        "scales": None if tensor.scales is None else _range_json(tensor.scales),
     }
 
 
-def _span_json(span: Span) -> dict[str, int]:
-    return {"offset": span.offset, "bytes": span.nbytes}
+def _range_json(place: DenseRange) -> dict[str, int]:
+    return {"offset": place.offset, "bytes": place.nbytes}
 
 
 def _tensor(item: Any, dense_bytes: int) -> DenseTensor:
@@ -202,16 +202,16 @@ def _tensor(item: Any, dense_bytes: int) -> DenseTensor:
         _dtype(item["dtype"]),
         tuple(map(_count, item["shape"])),
         Encoding(item["encoding"]),
-        _span(item["weights"], dense_bytes),
-        None if item["scales"] is None else _span(item["scales"], dense_bytes),
+        _range(item["weights"], dense_bytes),
+        None if item["scales"] is None else _range(item["scales"], dense_bytes),
     )
 
 
-def _span(item: Any, dense_bytes: int) -> Span:
-    span = Span(_count(item["offset"]), _count(item["bytes"]))
-    if span.offset + span.nbytes > dense_bytes:
-        raise ValueError(f"bytes {span.offset} to {span.offset + span.nbytes} of a memfd of {dense_bytes}")
-    return span
+def _range(item: Any, dense_bytes: int) -> DenseRange:
+    found = DenseRange(_count(item["offset"]), _count(item["bytes"]))
+    if found.offset + found.nbytes > dense_bytes:
+        raise ValueError(f"bytes {found.offset} to {found.offset + found.nbytes} of a memfd of {dense_bytes}")
+    return found
 
 
 def _text(value: Any) -> str:

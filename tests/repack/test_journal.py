@@ -154,7 +154,7 @@ def test_shares_that_were_measured_are_taken_from_a_sound_request_only(
     journal = Journal(path)
     journal.begin(request_)
     journal.close()
-    with pytest.raises(DamageError, match="no shares"):
+    with pytest.raises(DamageError, match="the shares of the drives is not valid"):
         case.finish(shares=None)
 
 

@@ -97,5 +97,5 @@ def test_spellings(text: str, selection: Selection) -> None:
      "1/5%", "1e3", "inf", "9999999999/9999999999"],
 )  # fmt: skip
 def test_refusals_say_what_is_allowed(text: str) -> None:
-    with pytest.raises(ValueError, match=r"50G|is no part|more than 0%|no bytes"):
+    with pytest.raises(ValueError, match=r"50G|is not a part|above 0%|less than one byte"):
         parse_selection(text)
