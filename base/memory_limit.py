@@ -49,6 +49,10 @@ def _host(proc: Path) -> Iterator[Limit]:
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             yield Limit(int(rest.split()[0]) * 1024, "the machine (MemAvailable)")
+            return
+    # Without /proc the system call is left, which leaves out the page cache that could be reclaimed.
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Limit(free_bytes, f"the machine (free pages: {proc / 'meminfo'} cannot be read)")
 
 
 def _address_space() -> Iterator[Limit]:

@@ -6,6 +6,8 @@ do.
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,42 +42,55 @@ def check_size(path: Path, nbytes: int, *, root: int) -> tuple[int | None, list[
     try:
         status = path.stat()
     except NOT_THERE:
-        return None, [Finding(Kind.MISSING, "file is missing", str(path), root=root, advice=RESTORE)]
+        return None, [_missing(path, "file is missing", root)]
     except OSError as error:
         return None, [finding_of(drive_error("cannot look at", error, path), Kind.UNREADABLE, root=root)]
-    size = status.st_size
     if not stat.S_ISREG(status.st_mode):
-        return None, [Finding(Kind.MISSING, "not a file", str(path), root=root, advice=RESTORE)]
-    if size < nbytes:
-        problem = f"file has {size} bytes instead of {nbytes}: {nbytes - size} are missing at the end"
-        return size, [Finding(Kind.TRUNCATED, problem, str(path), size, nbytes - size, root, advice=RESTORE)]
-    if size > nbytes:
-        problem = f"file has {size} bytes instead of {nbytes}: {size - nbytes} too many at the end"
-        return size, [Finding(Kind.TOO_LONG, problem, str(path), nbytes, size - nbytes, root, advice=RESTORE)]
-    return size, []
+        return None, [_missing(path, "not a file", root)]
+    return status.st_size, _other_size(path, status.st_size, nbytes, root)
 
 
 def check_small_file(path: Path, digest: str, nbytes: int | None, *, root: int) -> Checked:
     """Check a file that has one digest over all of it; `nbytes` None when its size is not recorded."""
-    if nbytes is not None:
-        size, findings = check_size(path, nbytes, root=root)
-        if findings or size is None:
-            return Checked(findings)
     hasher = checksum.Hasher()
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return Checked([Finding(Kind.MISSING, "not a file", str(path), root=root, advice=RESTORE)])
-        with open(path, "rb", buffering=0) as file:
-            while data := file.read(_READ_BYTES):
+        # O_NONBLOCK: a pipe would be waited for. What was opened is looked at, not what has its name by then.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                return Checked([_missing(path, "not a file", root)])
+            if nbytes is not None and (findings := _other_size(path, status.st_size, nbytes, root)):
+                return Checked(findings)
+            while data := os.read(descriptor, _READ_BYTES):
                 hasher.update(data)
+        finally:
+            os.close(descriptor)
     except NOT_THERE:
-        return Checked([Finding(Kind.MISSING, "file is missing", str(path), root=root, advice=RESTORE)])
+        return Checked([_missing(path, "file is missing", root)])
     except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device that is not there
+            return Checked([_missing(path, "not a file", root)])
         return Checked([finding_of(drive_error("cannot read", error, path), Kind.UNREADABLE, root=root)])
     if hasher.hexdigest() == digest:
         return Checked(equal=True)
     problem = f"file has digest {hasher.hexdigest()} instead of {digest}"
     return Checked([Finding(Kind.DAMAGED, problem, str(path), root=root, advice=RESTORE)])
+
+
+def _missing(path: Path, problem: str, root: int) -> Finding:
+    return Finding(Kind.MISSING, problem, str(path), root=root, advice=RESTORE)
+
+
+def _other_size(path: Path, size: int, nbytes: int, root: int) -> list[Finding]:
+    """Return what is wrong with a file of `size` bytes that should have `nbytes`."""
+    if size < nbytes:
+        problem = f"file has {size} bytes instead of {nbytes}: {nbytes - size} are missing at the end"
+        return [Finding(Kind.TRUNCATED, problem, str(path), size, nbytes - size, root, advice=RESTORE)]
+    if size > nbytes:
+        problem = f"file has {size} bytes instead of {nbytes}: {size - nbytes} too many at the end"
+        return [Finding(Kind.TOO_LONG, problem, str(path), nbytes, size - nbytes, root, advice=RESTORE)]
+    return []
 
 
 def check_data_file(path: Path, file: DataFile, expected_header: Callable[[], bytes] | None) -> Checked:

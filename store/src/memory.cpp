@@ -140,16 +140,23 @@ void Mapping::reset() {
 
 namespace {
 
-// MemAvailable; everything when it cannot be read.
-uint64_t available_bytes() {
+struct Available {
+    uint64_t bytes;
+    const char* said_by;
+};
+
+// MemAvailable; without /proc what is free, which leaves out the page cache that could be reclaimed.
+Available available_memory() {
     std::ifstream file("/proc/meminfo");
     for (std::string line; std::getline(file, line);) {
         std::istringstream fields(line);
         std::string name;
         uint64_t kilobytes;
-        if (fields >> name >> kilobytes && name == "MemAvailable:") return kilobytes * 1024;
+        if (fields >> name >> kilobytes && name == "MemAvailable:") return {kilobytes * 1024, "MemAvailable"};
     }
-    return UINT64_MAX;
+    const auto pages = static_cast<uint64_t>(::sysconf(_SC_AVPHYS_PAGES));
+    const auto page_bytes = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    return {pages * page_bytes, "free pages: /proc/meminfo cannot be read"};
 }
 
 }  // namespace
@@ -207,10 +214,10 @@ private:
 uint64_t reserve(int fd, uint64_t bytes, const std::string& name, const ReserveProgress& on_progress) {
     // A memfd's pages are not accounted before they are touched: asking for more than there is would end in the
     // out-of-memory killer and not in an error.
-    const uint64_t available = available_bytes();
-    if (bytes > available) {
-        refuse(ENOMEM,
-               std::to_string(bytes) + " bytes for " + name + ", " + std::to_string(available) + " are available");
+    const Available available = available_memory();
+    if (bytes > available.bytes) {
+        refuse(ENOMEM, std::to_string(bytes) + " bytes for " + name + ", " + std::to_string(available.bytes) +
+                           " are available (" + available.said_by + ")");
     }
     // All of it now: memory that is missing must be an error here and not a SIGBUS under a read.
     constexpr uint64_t kStep = uint64_t{64} << 20;  // whole huge pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from k3.base.memory_limit import memory_limit, memory_limits
@@ -29,6 +30,12 @@ def fake_system(
 def test_the_machine(tmp_path: Path) -> None:
     limit = memory_limit(*fake_system(tmp_path, 8 * 2**30, "/a", {"/a": ("max", GB, 0)}))
     assert (limit.free_bytes, limit.set_by) == (8 * 2**30, "the machine (MemAvailable)")
+
+
+def test_without_proc_the_free_pages_count_and_that_is_told(tmp_path: Path) -> None:
+    (limit,) = memory_limits(tmp_path / "proc", tmp_path / "cgroup")
+    assert 0 < limit.free_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert "meminfo cannot be read" in limit.set_by
 
 
 def test_the_tightest_ancestor(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from k3.container.layout import JOURNAL_NAME, ROOT_NAME, pack_piece
 from k3.container.manifest import SmallFile
 from k3.model.keys import ExpertKey
 from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
+from k3.verify.files import check_small_file
 from k3.verify.finding import Finding, Kind, exit_code
 from k3.verify.structure import check_structure
 from tests.support.containers import Built, build_container, flip, write_manifest
@@ -176,6 +177,22 @@ def test_small_files(built: Built, name: str) -> None:
         assert (finding.kind, finding.path, finding.root) == (kind, str(path), 0)
         path.write_bytes(data)
     assert found(built) == []
+
+
+def test_a_small_file_that_becomes_a_pipe_as_it_is_opened_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real_open = tmp_path / "config.json", os.open
+    path.write_bytes(b"{}")
+
+    def swapped(name: Path, *arguments: Any) -> int:
+        path.unlink()
+        os.mkfifo(path)
+        return real_open(name, *arguments)
+
+    monkeypatch.setattr(os, "open", swapped)
+    checked = check_small_file(path, checksum.digest(b"{}").hex(), 2, root=0)
+    assert ([finding.problem for finding in checked.findings], checked.equal) == (["not a file"], False)
 
 
 def test_root_files(built: Built) -> None:
