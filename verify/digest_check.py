@@ -11,6 +11,7 @@ left open at the end gets a finding with its file, its extents and the reason.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import defaultdict
@@ -20,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3.base import checksum
-from k3.base.direct_io import Bytes, ReadFile
-from k3.base.errors import DriveError, K3Error
+from k3.base.direct_io import Bytes, ReadFile, memory_error
+from k3.base.errors import DriveError, K3Error, UnsupportedError
 from k3.base.huge_pages import HugePages, huge_pages
 from k3.base.ledger import Ledger, Tally
+from k3.base.notes import note_once
 from k3.base.page_buffers import huge_buffer
 from k3.base.pages import PAGE_BYTES
 from k3.base.presence import was_absent
@@ -117,7 +119,7 @@ class _Check:
         self._through_page_cache: set[str] = set()
         self._found: list[tuple[Target, Finding]] = []
         self._refused: dict[str, tuple[Kind, K3Error]] = {}  # by path: the first error of opening or closing
-        self._trouble: K3Error | None = None  # what ended a thread
+        self._refused_memory: UnsupportedError | None = None  # what kept a thread from its work
         self._buffers: list[Bytes] = []
         self._odd = OddPieces(structure.layouts)
 
@@ -140,6 +142,10 @@ class _Check:
                 self._stop.set()  # after Ctrl-C: the pool waits only for reads under way
         self._found.sort(key=lambda item: (item[0].file, item[0].offset))
         ledger = self._tally.ledger()
+        if self._refused_memory is not None:
+            if not ledger.complete and not self._found and not self._refused:
+                raise self._refused_memory
+            note_once("verify-memory", f"fewer threads read: {self._refused_memory.problem}")
         return BytesCheck(
             ledger=ledger,
             findings=self._findings(ledger),
@@ -156,15 +162,13 @@ class _Check:
         told = [*self._structure.findings, *findings]
         findings += unexplained(
             map(self._unit, ledger.open()), told, lost_roots=self._structure.lost_roots(), reasons=self._refused,
-            otherwise=self._trouble,
+            otherwise=self._refused_memory,
         )  # fmt: skip
         told_paths = {finding.path for finding in [*self._structure.findings, *findings]}
-        # Every extent was compared, and still a file or a thread met an error: that is no sound drive.
+        # Every extent was compared, and still a file met an error: that is no sound drive.
         findings += [
             finding_of(error, kind) for path, (kind, error) in self._refused.items() if path not in told_paths
         ]
-        if self._trouble is not None and ledger.complete:
-            findings.append(finding_of(self._trouble, Kind.UNREADABLE))
         return findings
 
     def _unit(self, target: Target) -> VerifyUnit:
@@ -175,11 +179,12 @@ class _Check:
         )  # fmt: skip
 
     def _work(self, work: Iterator[list[Target]]) -> None:
-        """One thread of one root: take the next run, until there is none. Keeps one file open."""
+        """Take the next run of one root until there is none, in one of its threads. Keeps one file open."""
         try:
             buffer = huge_buffer(READ_BYTES + 2 * PAGE_BYTES)
         except (OSError, MemoryError) as error:
-            self._trouble = DriveError(f"cannot allocate a read buffer: {error}")
+            refused = error if isinstance(error, OSError) else OSError(errno.ENOMEM, str(error))
+            self._refused_memory = memory_error("cannot allocate a read buffer", refused)
             return
         self._buffers.append(buffer)
         file: ReadFile | None = None
