@@ -316,6 +316,8 @@ class SavedState:
     def _header(self) -> tuple[bytes, Header]:
         """Read the header, whose length is checked first. DamageError."""
         size_bytes = self._file.size_bytes
+        if not size_bytes:
+            raise self._damage("the file is empty: it was cut, or never written", offset=0)
         try:
             start = self._file.read(0, min(size_bytes, 512))
             if _is_of_another_kind(start):
