@@ -16,7 +16,7 @@ _PATH = (e.EIO, e.EACCES, e.ENOENT, e.ELOOP, e.ENAMETOOLONG, e.ENOTDIR, e.ESTALE
 _TRANSFER = (e.EIO, e.EINTR, e.EBADF, e.ESTALE, e.ENODEV)
 _WRITING = (e.EIO, e.ENOSPC, e.EDQUOT, e.EFBIG, e.EINTR, e.EROFS, e.EPIPE)
 
-MISSING = frozenset({e.ENOENT, e.ENOTDIR, e.ELOOP})
+MISSING = frozenset({e.ENOENT, e.ENOTDIR, e.ELOOP, e.ENAMETOOLONG})
 """Answers that say a file is not there: of a file that must be, that is damage (exit code 1)."""
 
 ERRNOS: Mapping[str, Sequence[int]] = {
