@@ -131,6 +131,15 @@ def test_a_replaced_shard_that_was_half_read_is_refused(case: Case, monkeypatch:
     case.finishes_equal()
 
 
+@pytest.mark.parametrize("year_s", [-31_536_000, 4_070_908_800], ids=["1969", "2099"])
+def test_dates_outside_of_this_time_are_dates(case: Case, year_s: int) -> None:
+    for path in case.source.iterdir():
+        os.utime(path, (year_s, year_s))
+    stop_after(case, 2)
+    _, listener = case.finishes_equal()
+    assert shard_path(case, 0).name not in listener.items  # it was read, and is not taken for changed
+
+
 def test_a_shard_that_was_only_touched_is_read_again_and_accepted(case: Case) -> None:
     stop_after(case, 3)
     os.utime(shard_path(case, 1))
