@@ -125,7 +125,7 @@ def memory_error(problem: str, error: OSError, operation: Operation = Operation.
     return UnsupportedError(f"{problem}: {found.reason}", advice=found.advice)
 
 
-_IRREGULAR = "Put the file itself there"
+IRREGULAR_ADVICE = "Put the file itself there"
 _FOREIGN = "Remove it, or choose another directory; nothing was written to it"
 
 
@@ -178,7 +178,7 @@ class ReadFile(_File):
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise DriveError(
-                    "is not a regular file but a pipe, device or directory", path=path, advice=_IRREGULAR
+                    "is not a regular file but a pipe, device or directory", path=path, advice=IRREGULAR_ADVICE
                 )
             self.size_bytes = status.st_size
         except DriveError:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from routing import K3_SHAPE, Text, passes, sticky, topics, uniform, zipf
 
-from k3.store.routing.policies import MODELS
+from k3.store._store import policy_names
 from k3.store.routing.simulate import BELADY, simulate
 from k3.store.routing.trace_requests import Requests
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
@@ -37,7 +37,7 @@ ROOMS = (0.2, 0.35, 0.6, 0.9, 1.1, 1.3, 1.6, 2.0, 2.5, 3.5, 5.0, 8.0, 12.0)
 """Cache sizes, in what one token touches: 25.8 GB in the real model."""
 
 TRAIN_SEEDS, HOLDOUT_SEEDS = (1, 2), (101, 102)
-ELIGIBLE = tuple(name for name in MODELS if name != "pin-lru")
+ELIGIBLE = tuple(name for name in policy_names() if name != "pin-lru")
 PIN_SHARE = 0.5
 MARGIN = 1.005
 """The gain over one policy from which two with a switch between them are worth it."""
@@ -136,7 +136,7 @@ def replay_family(name: str, make: Make) -> list[Outcome]:
             slots = max(1, round(room * token_slots))
             if slots >= sum(requests.header.counts.values()):
                 continue
-            for policy in (*MODELS, BELADY):
+            for policy in (*policy_names(), BELADY):
                 pins = favourites[: int(PIN_SHARE * slots)] if policy == "pin-lru" else ()
                 result = simulate(requests, policy, slots, pins)
                 outcomes.append(Outcome(name, seed, room, policy, result.hit_rate, result.misses))
@@ -182,7 +182,7 @@ def report(outcomes: list[Outcome]) -> dict[str, object]:
     for family in dict.fromkeys(o.family for o in outcomes):
         rooms = sorted({o.room for o in outcomes if o.family == family})
         print(f"{family:<26}" + "".join(f"{room:>7g}" for room in rooms))
-        for policy in (*MODELS, BELADY):
+        for policy in (*policy_names(), BELADY):
             rates = [
                 np.mean([o.hit_rate for o in holdout if (o.family, o.room, o.policy) == (family, room, policy)])
                 for room in rooms

@@ -43,8 +43,8 @@ from k3.engine.report.machine_rates import MemoryMeter
 from k3.engine.run.trace_observers import LastRouting
 from k3.model.architecture import ModelConfig
 from k3.model.tensor_names import needed_names
-from k3.store.local.fetch import PART_BYTES, buffer_bytes
-from k3.store.local.file_source import DEFAULT_THREADS, WORKING_SLOTS, FileSource
+from k3.store.lending.file_source import DEFAULT_THREADS, PART_BYTES, WORKING_SLOTS, FileSource
+from k3.store.protocol.plane_sizes import slot_bytes_for
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
 
 Asked = dict[int, list[int]]
@@ -105,7 +105,9 @@ class Rig:
             self.model.load()
         self.ids: list[int] = np.random.default_rng(seed).integers(0, self.config.vocab, tokens).tolist()
         self.layers = [layer for layer in self.config.layers if layer in self.config.moe_layers]
-        self.slot_bytes = max(buffer_bytes(self.container.expert_layout(layer)) for layer in self.layers)
+        self.slot_bytes = max(
+            slot_bytes_for(self.container.expert_layout(layer).payload_bytes) for layer in self.layers
+        )
         self.all_bytes = self.slot_bytes * sum(self.container.expert_count(layer) for layer in self.layers)
         self.asked: list[Asked] = []  # per token, of the first run
         self._seen = LastRouting()

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from k3.store.client.attachment import attach
     from k3.store.client.daemon_model import DaemonModel
     from k3.store.client.daemon_source import DaemonSource
-    from k3.store.local.file_source import FileSource
-    from k3.store.local.memory_source import MemorySource
+    from k3.store.lending.file_source import FileSource
+    from k3.store.lending.memory_source import MemorySource
     from k3.store.source import BudgetError, ExpertSource, Lease, SourceStats
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
 _HOME = {
     "BudgetError": "k3.store.source", "DaemonModel": "k3.store.client.daemon_model",
     "DaemonSource": "k3.store.client.daemon_source", "ExpertSource": "k3.store.source",
-    "FileSource": "k3.store.local.file_source", "Lease": "k3.store.source",
-    "MemorySource": "k3.store.local.memory_source", "SourceStats": "k3.store.source",
+    "FileSource": "k3.store.lending.file_source", "Lease": "k3.store.source",
+    "MemorySource": "k3.store.lending.memory_source", "SourceStats": "k3.store.source",
     "attach": "k3.store.client.attachment", "expert_arrays": "k3.model.encoded_tensor",
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ def policy_names() -> tuple[str, ...]:
     """layer-lru, lru, s3-fifo, least-stale, pin-lru; what they do is in store/src/policy.h."""
 
 def divide(slots: int, layer_counts: Mapping[int, int]) -> dict[int, int]:
-    """Slots per layer, as store.eviction.divide."""
+    """Slots per layer, as evenly as whole numbers allow, none getting more than it has experts."""
 
 class Policy:
     """Which experts stay: at most `capacity` of them. Not thread-safe. `pins` only with pin-lru."""
@@ -168,7 +168,6 @@ class Server:
         slots: int,
         policy: str,
         pins: Sequence[tuple[int, int]],
-        io: str,
         io_depth: int,
         checkers: int,
         verify: str,
@@ -189,10 +188,6 @@ class Server:
     def arena_huge_bytes(self) -> int: ...
     @property
     def events_fd(self) -> int: ...
-    @property
-    def io(self) -> str: ...
-    @property
-    def notice(self) -> str: ...
     def add_client(self, name: str) -> tuple[int, int, int, int]: ...
     def remove_client(self, client: int) -> None: ...
     def violations(self) -> list[int]: ...
@@ -238,3 +233,133 @@ class ClientRing(Buffer):
     def entries(self) -> int: ...
     def close(self) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class LoanRequest:
+    """Experts that somebody asked of a `Lending` and has not got yet."""
+
+class NoRoom:
+    """The answer to a request that waited too long: `held` of `all` slots are held."""
+
+    held: int
+    all: int
+
+class LoanFailure:
+    """The reason why an expert did not come: `is_damage`, or the errno of a read or of opening its file."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def is_damage(self) -> bool: ...
+    @property
+    def error(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def offset(self) -> int:
+        """Of the read that failed, or of the extent whose digest is wrong."""
+
+    @property
+    def file(self) -> int: ...
+    @property
+    def extent_offset(self) -> int: ...
+    @property
+    def stored_bytes(self) -> int:
+        """Of the extent."""
+
+    @property
+    def digest(self) -> bytes:
+        """That the extent should have."""
+
+    @property
+    def found(self) -> bytes:
+        """That it has, when it is damaged."""
+
+class Lending:
+    """The data plane inside one process; see store/src/lending.h. ValueError in a forked child for what asks."""
+
+    def __init__(
+        self,
+        *,
+        memory: Buffer,
+        slot_bytes: int,
+        slots: int,
+        working_slots: int,
+        prefetch_slots: int,
+        policy: str,
+        layer_counts: Mapping[int, int],
+        verify: str,
+        threads: int,
+        checkers: int,
+        chunk_bytes: int,
+        direct: bool,
+        open_files: int,
+        patience_s: float,
+    ) -> None: ...
+    def add_file(self, path: bytes) -> int:
+        """Register a file, which is opened when it is first read; return its number."""
+
+    def place(
+        self,
+        layer: int,
+        expert: int,
+        payload_bytes: int,
+        pieces: Sequence[tuple[int, int, int, int, bytes | None]],
+    ) -> None:
+        """Say where an expert lies, once: file, offset, payload bytes, stored bytes and digest of each piece.
+
+        ValueError when they do not make up the payload or do not fit into a slot.
+        """
+
+    def request(self, layer: int, experts: Sequence[int]) -> LoanRequest | NoRoom:
+        """Ask for experts that were placed, in turn. ValueError when closed, OSError without threads."""
+
+    def next(self, request: LoanRequest) -> tuple[int, int, int, int, int] | LoanFailure | NoRoom | None:
+        """Wait for the next one: layer, expert, slot, where in the memory and how many bytes. None: that was all.
+
+        ValueError when closed.
+        """
+
+    def release(self, request: LoanRequest, slot: int) -> None: ...
+    def give_up(self, request: LoanRequest) -> None:
+        """Give back what a request has not handed out."""
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> int:
+        """Name experts that may be asked for, the likeliest first; return the number to take that back by."""
+
+    def take_back(self, hint: int) -> None: ...
+    def stats(self) -> dict[str, int]:
+        """Return the counters of `SourceStats`."""
+
+    def opened(self) -> list[tuple[int, bool]]:
+        """Return the files that were opened, each with True if it is read past the page cache."""
+
+    @property
+    def refused_direct(self) -> int:
+        """Files that were to be read past the page cache and could not be."""
+
+    def close(self) -> None:
+        """Begin nothing more; returns when the reads in progress have ended."""
+
+    def inject(
+        self,
+        kind: str,
+        *,
+        file: int,
+        begin: int,
+        end: int,
+        times: int,
+        probability: float,
+        argument: int,
+        seed: int,
+    ) -> None: ...
+    def clear_faults(self) -> None: ...
+    def resume_stalls(self) -> None: ...
+    @property
+    def fired(self) -> int:
+        """The number of faults that happened."""
+
+    @property
+    def struck(self) -> list[tuple[int, int]]:
+        """File and offset of the reads that faults struck, in their order."""

@@ -126,7 +126,6 @@ def main() -> None:
     help="Experts that each client may hold at once.  [default: half of the slots divided by clients, 32 to 512]",
 )
 @click.option("--policy", default="least-stale", help="Which experts stay in memory; see simulate.")
-@click.option("--io", type=click.Choice(["threads", "uring"]), default="threads", help="How reads are made.")
 @click.option(
     "--io-depth",
     type=Whole(1, 64),
@@ -309,7 +308,7 @@ def _serve_options(options: dict[str, Any]) -> Any:
         container=options["container"],
         cache_bytes=_bytes(options["cache_gb"]),
         reserve_bytes=_bytes(options["reserve_gb"]),
-        **{key: options[key] for key in ("max_clients", "quota", "policy", "io", "io_depth", "verify", "direct")},
+        **{key: options[key] for key in ("max_clients", "quota", "policy", "io_depth", "verify", "direct")},
     )
     return ServeOptions(
         service=settings,

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from k3.base.direct_io import memory_of
 from k3.base.errors import ExpertError, UnsupportedError
 from k3.base.huge_pages import HugePages
 from k3.store._store import Lease
@@ -122,11 +123,11 @@ class ExpertSource(Protocol):
         """Stop reading and let go of files and RAM. Streams still in use raise; leases must not be read."""
 
 
-def read_only(payload: Payload) -> Payload:
+def read_only(payload: Payload | memoryview) -> Payload:
     """Return a view of the same bytes that cannot be made writable again."""
     import numpy as np
 
-    view: Payload = np.frombuffer(payload.data.toreadonly(), dtype=np.uint8)
+    view: Payload = np.frombuffer(memory_of(payload).toreadonly(), dtype=np.uint8)
     return view
 
 

@@ -11,7 +11,7 @@ from k3.base.errors import ExitCode, K3Error
 
 if TYPE_CHECKING:
     from k3.model.architecture import LatentType
-    from k3.store.local.file_source import Verify
+    from k3.store.lending.file_source import Verify
 
 
 class SettingsError(K3Error):

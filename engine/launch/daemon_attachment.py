@@ -21,7 +21,7 @@ from k3.model.model_source import ModelSource
 from k3.store.client.daemon_model import DaemonModel
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.client.socket_link import Link, ask_status
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.store.source import ExpertSource
 
 _log = logging.getLogger("k3.store")

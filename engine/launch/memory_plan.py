@@ -20,8 +20,8 @@ from k3.model.architecture import ModelConfig
 from k3.model.k3_tensors import Use
 from k3.model.model_source import DenseInfo
 from k3.model.tensor_names import tensor_use
-from k3.store.local.fetch import buffer_bytes
-from k3.store.local.file_source import WORKING_SLOTS
+from k3.store.lending.file_source import WORKING_SLOTS
+from k3.store.protocol.plane_sizes import slot_bytes_for
 
 AUTO_CACHE_SHARE = 0.8
 """Part of the free memory that an expert cache takes if no size is given; the page cache has the rest."""
@@ -80,7 +80,7 @@ def plan_memory(
     source, config = opened.source, opened.config
     layers = [layer for layer in config.layers if layer in config.moe_layers]
     own_cache = settings.store is None or settings.fallback == "file"  # otherwise the daemon has the only one
-    slot_bytes = max((buffer_bytes(source.expert_layout(layer)) for layer in layers), default=0)
+    slot_bytes = max((slot_bytes_for(source.expert_layout(layer).payload_bytes) for layer in layers), default=0)
     prefetch = settings.prefetch
     if prefetch is None:
         prefetch = config.moe.top_k if layers and settings.store is None else 0

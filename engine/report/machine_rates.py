@@ -24,7 +24,7 @@ from k3.base.huge_pages import HugePages, huge_pages
 from k3.base.page_buffers import huge_buffer
 from k3.model.keys import Extent
 from k3.model.model_source import ModelSource
-from k3.store.local.file_source import DEFAULT_THREADS
+from k3.store.lending.file_source import DEFAULT_THREADS
 
 MEMORY_BYTES = 512 << 20
 """Memory that is read in one pass: far more than a processor's cache holds."""

@@ -17,7 +17,7 @@ from k3.engine.launch.model_files import OpenedModel
 from k3.engine.run.sinks import Sinks
 from k3.engine.run.trace_observers import RouteObserver, TraceObserver
 from k3.model.model_source import TensorLoad
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.store.source import ExpertSource
 
 

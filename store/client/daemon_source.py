@@ -30,9 +30,9 @@ from k3.store.client.file_fallback import StandIn
 from k3.store.client.pins import are_settled, first_error
 from k3.store.client.ring_session import Session
 from k3.store.client.socket_link import Link
-from k3.store.local.request_stream import RequestStream
 from k3.store.protocol.forked import belongs_to_this_process
 from k3.store.protocol.ring_layout import Op
+from k3.store.request_stream import RequestStream
 from k3.store.source import (
     ExpertSource,
     Lease,
@@ -74,7 +74,6 @@ class DaemonSource:
             reconnect_s=reconnect_s, has_fallback=fallback is not None, identity=identity,
         )  # fmt: skip
         self._dispatch = Dispatch(path, self._changed, self._daemon, patience_s)
-        self.abandoned = self._dispatch.abandoned
         self._daemon.begin(link)
         belongs_to_this_process(self)
 
@@ -290,6 +289,10 @@ class DaemonSource:
                 self._dispatch.advance(request)
             else:
                 self._dispatch.wait_for_ticket(began_ns, 1)
+
+    def forget(self, request: Request) -> None:
+        """End a stream that was dropped, maybe inside the lock: note it for whoever has the lock next."""
+        self._dispatch.abandoned.append(request)
 
     def give_up(self, request: Request) -> None:
         """End a stream: what it has not handed out is given back."""

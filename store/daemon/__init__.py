@@ -1,4 +1,4 @@
 """The daemon: control loop, listener, the model it serves, limits, metrics, systemd.
 
-Sees `store.protocol`, `store.local` and the contract `store.source`.
+Sees `store.protocol`, `store.lending` and the contract `store.source`.
 """

@@ -7,24 +7,26 @@ that fails is read once more. Called by the daemon before it serves; the threads
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from k3.base import checksum
-from k3.base.direct_io import Bytes
+from k3.base.direct_io import Bytes, ReadFile
 from k3.base.errors import DamageError, DriveError, K3Error, UnsupportedError
 from k3.base.pages import PAGE_BYTES, page_ceil
 from k3.container.catalog import CatalogTensor
 from k3.container.catalog_record import CatalogExtent
 from k3.container.reader import Container
-from k3.store.local.open_files import OpenFiles, default_open_files
 from k3.store.protocol.native import map_shared
 
 RUN_BYTES = 16 << 20
 THREADS = 8
 ATTEMPTS = 2
+
+_log = logging.getLogger("k3.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,32 +103,34 @@ def load_dense(
     tensor and offset.
     """
     into: Bytes = map_shared(descriptor, nbytes, writable=True)
-    files = OpenFiles(default_open_files(), direct=direct)
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="k3-dense")
     try:
-        reads = [pool.submit(_read_run, files, run, into) for run in runs]
+        reads = [pool.submit(_read_run, run, into, direct) for run in runs]
+        through_cache: set[Path] = set()
         for read in as_completed(reads):
-            on_read(read.result())
+            nbytes, directory, is_direct = read.result()
+            if direct and not is_direct and directory not in through_cache:
+                through_cache.add(directory)
+                _log.warning("%s cannot be read with O_DIRECT: reads go through the page cache", directory)
+            on_read(nbytes)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        files.close()
 
 
-def _read_run(files: OpenFiles, run: Run, into: Bytes) -> int:
-    """Read one run and check it, twice if need be."""
+def _read_run(run: Run, into: Bytes, direct: bool) -> tuple[int, Path, bool]:
+    """Read one run and check it, twice if need be. Returns its bytes, its directory, and past the cache or not."""
     start = run.pieces[0].start
     target = into[start : start + run.nbytes]
     failure: K3Error | None = None
     for _ in range(ATTEMPTS):
         try:
-            with files.reading(run.path) as file:
+            with ReadFile(run.path, direct=direct) as file:  # opened for each run: little beside its bytes
                 file.read(run.offset, run.nbytes, target)
             for piece in run.pieces:
                 _check(run, piece, into)
-            return run.nbytes
+            return run.nbytes, run.path.parent, file.direct
         except (DriveError, DamageError) as error:
             failure = error
-            files.drop(run.path)
     assert failure is not None
     raise failure
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from k3.base.direct_io import ReadFile
 from k3.base.drive_info import DriveInfo, device_read_bytes, drive_info
@@ -29,7 +29,7 @@ from k3.model.kinds import CATALOG_NAME
 from k3.store.daemon.cache_budget import CachePlan, Wanted, plan_cache
 from k3.store.daemon.container_home import find_home
 from k3.store.daemon.model_memory import ModelMemory
-from k3.store.local.file_source import Verify
+from k3.store.lending.file_source import Verify
 from k3.store.protocol import wire
 from k3.store.protocol.model_descriptor import place_dense
 from k3.store.protocol.native import ClientGrant, NativeServer, ServerSettings
@@ -65,7 +65,6 @@ class ServeSettings:
     max_clients: int = 8
     quota: int | None = None
     policy: str = "least-stale"
-    io: Literal["threads", "uring"] = "threads"
     io_depth: int = 4
     verify: Verify = "always"
     direct: bool = True
@@ -143,7 +142,7 @@ class Service:
             _allow_descriptors(settings.max_clients, settings.more_descriptors)
             server = NativeServer(
                 ServerSettings(
-                    slot_bytes=plan.slot_bytes, slots=plan.slots, policy=settings.policy, io=settings.io,
+                    slot_bytes=plan.slot_bytes, slots=plan.slots, policy=settings.policy,
                     io_depth=settings.io_depth, verify=settings.verify, max_clients=settings.max_clients,
                     quota=quota, open_files=_open_files(settings.max_clients),
                 ),
@@ -252,7 +251,6 @@ class Service:
             "home": str(self._container.home.resolve()),
             "uptime_s": round(time.monotonic() - self._began_s, 3),
             "device_read_bytes": device_read_bytes(),
-            "io": self._server.io,
             "io_depth": self._settings.io_depth,
             "verify": self._settings.verify,
             "max_clients": self._settings.max_clients,

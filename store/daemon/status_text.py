@@ -18,7 +18,7 @@ def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
     yield f"container {status['container']} at {status['home']}"
     yield (
         f"process   {status['pid']} on {status['socket']}, up {status['uptime_s']:.0f} s, "
-        f"reads by {status['io']} x {status['io_depth']} per drive, checked {status['verify']}"
+        f"{status['io_depth']} reads at once per drive, checked {status['verify']}"
     )
     dense = status["dense"]
     yield f"dense     {_gb(dense['bytes'])}, read in {dense['load_s']:.2f} s"

@@ -2,10 +2,9 @@
 
 `NativeServer` is for the daemon, `NativeRing` for clients.
 
-Adds to the C++ classes what is easier said in Python: settings with units, errors of the error tree, one log line
-when io_uring cannot be had, memfds for the dense blob and the model. All methods of both classes may be called
-from any thread, except that one thread at a time may wait on a `NativeRing`. Nothing here runs in the path of a
-lease in the daemon.
+Adds to the C++ classes what is easier said in Python: settings with units, errors of the error tree, memfds for
+the dense blob and the model. All methods of both classes may be called from any thread, except that one thread at
+a time may wait on a `NativeRing`. Nothing here runs in the path of a lease in the daemon.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import dataclasses
 import fcntl
 import logging
 import os
-import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +37,8 @@ from k3.store._store import (
 from k3.store._store import (
     make_memfd as _make_memfd,
 )
-from k3.store.protocol.ring_layout import DEFAULT_ENTRIES, PAGE_BYTES, Op
+from k3.store.protocol.plane_sizes import default_open_files, slot_bytes_for
+from k3.store.protocol.ring_layout import DEFAULT_ENTRIES, Op
 from k3.store.source import Payload
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "make_memfd", "map_shared", "policy_names", "seal_all", "seal_future_write", "slot_bytes_for", "xxh3_128",
 ]  # fmt: skip
 
-Io = Literal["threads", "uring"]
 Verify = Literal["always", "first", "never"]
 Woken = Literal["completions", "closed", "other", "timeout"]
 FaultKind = Literal["error", "short", "flip", "stall"]
@@ -56,21 +54,6 @@ _F_SEAL_FUTURE_WRITE = 0x10  # not in the fcntl module before Python 3.13
 _SIZE_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _log = logging.getLogger("k3.store")
-
-
-def default_open_files() -> int:
-    """Return a quarter of the descriptors that the process may have, at most 256."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 256 if soft == resource.RLIM_INFINITY else max(1, min(256, soft // 4))
-
-
-def slot_bytes_for(payload_bytes: int) -> int:
-    """Size of a slot that holds any expert of this payload.
-
-    One page more than the payload rounded up: a single extent of a snapshot that begins inside a page is read
-    where it falls, with the pages around it.
-    """
-    return (-(-payload_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +70,6 @@ class ServerSettings:
     quota: int
     policy: str = "least-stale"
     pins: tuple[tuple[int, int], ...] = ()
-    io: Io = "threads"
     io_depth: int = 4  # reads in progress per root
     checkers: int = 0  # threads that compute digests; 0: one per root, on at most half of the processors
     verify: Verify = "always"
@@ -148,18 +130,11 @@ class NativeServer:
         self._server.set_layer(layer, payload_bytes, list(pieces), records)
 
     def start(self) -> None:
-        """Begin to serve. Logs once when io_uring was wanted and cannot be had."""
+        """Begin to serve."""
         try:
             self._server.start()
         except OSError as error:
             raise memory_error("the data plane cannot start its threads", error, Operation.THREAD) from error
-        if self._server.notice:
-            _log.warning("%s", self._server.notice)
-
-    @property
-    def io(self) -> str:
-        """What reads are really done with: threads or uring."""
-        return self._server.io
 
     @property
     def arena_fd(self) -> int:

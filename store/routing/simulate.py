@@ -8,19 +8,34 @@ order. A set that is larger than the room gives back what it got first to go on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from k3.store._store import Policy as NativePolicy
+from k3.store._store import Policy
 from k3.store.routing.belady import belady_misses, first_uses
-from k3.store.routing.policies import Key, Policy
-from k3.store.routing.trace_requests import Numbers, Requests
+from k3.store.routing.trace_requests import Key, Numbers, Requests
 
 BELADY = "belady"
 """The name under which tables show the best possible."""
+
+
+class Cache(Protocol):
+    """The part of a cache policy that a replay calls; `Policy` has it."""
+
+    def access(self, layer: int, expert: int) -> bool:
+        """Note that an expert is wanted now; True when it is in."""
+
+    def insert(self, layer: int, expert: int) -> list[Key]:
+        """Take in an expert; return those that left for it. RuntimeError when none may leave."""
+
+    def hold(self, layer: int, expert: int) -> None:
+        """Keep an expert in until `unhold`."""
+
+    def unhold(self, layer: int, expert: int) -> None:
+        """Let a held expert leave again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +64,6 @@ def simulate(
     policy: str,
     cache_slots: int,
     pins: Sequence[Key] = (),
-    *,
-    make: Callable[[str, int, dict[int, int], list[Key]], Policy] = NativePolicy,
 ) -> Result:
     """Replay with an empty cache of this policy, or with `BELADY`. `pins` are for pin-lru only.
 
@@ -62,7 +75,7 @@ def simulate(
         return _result(requests, policy, cache_slots, belady_misses(requests, cache_slots))
     if len(set(pins)) >= cache_slots:
         raise ValueError(f"{len(set(pins))} pins leave no room in a cache of {cache_slots} experts")
-    cache = make(policy, cache_slots, requests.header.counts, list(pins))
+    cache = Policy(policy, cache_slots, requests.header.counts, list(pins))
     return _result(requests, policy, cache_slots, replay(requests, cache))
 
 
@@ -72,7 +85,7 @@ def compulsory(requests: Requests) -> Result:
     return _result(requests, "compulsory", int(misses.sum()), misses)
 
 
-def replay(requests: Requests, cache: Policy) -> Numbers:
+def replay(requests: Requests, cache: Cache) -> Numbers:
     """Experts of each set that had to be read, [R]."""
     experts, starts = requests.experts.tolist(), requests.starts.tolist()
     misses = np.zeros(len(requests), np.int64)
@@ -81,7 +94,7 @@ def replay(requests: Requests, cache: Policy) -> Numbers:
     return misses
 
 
-def _serve(cache: Policy, layer: int, experts: Iterable[int]) -> int:
+def _serve(cache: Cache, layer: int, experts: Iterable[int]) -> int:
     """Serve one set; how many of it were not in."""
     held: deque[int] = deque()
     missing = []
@@ -101,8 +114,8 @@ def _serve(cache: Policy, layer: int, experts: Iterable[int]) -> int:
     return len(missing)
 
 
-def _insert(cache: Policy, layer: int, expert: int) -> bool:
-    """Whether there was room. The expert is not in, so no room is the only ground for a refusal."""
+def _insert(cache: Cache, layer: int, expert: int) -> bool:
+    """Return True if there was room. The expert is not in, so no room is the only ground for a refusal."""
     try:
         cache.insert(layer, expert)
     except RuntimeError:

@@ -13,9 +13,8 @@ from k3.base.cli_support import echo
 from k3.base.errors import ExitCode
 
 if TYPE_CHECKING:
-    from k3.store.routing.policies import Key
     from k3.store.routing.simulate import Result
-    from k3.store.routing.trace_requests import Requests
+    from k3.store.routing.trace_requests import Key, Requests
 
 DEFAULT_CACHE_GB = "8,16,32,64,128"
 PIN_SHARE = 0.5
@@ -47,14 +46,14 @@ class _Policies(click.ParamType["tuple[str, ...]"]):
     name = "name,name,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        from k3.store.routing.policies import MODELS
+        from k3.store._store import policy_names
 
         if isinstance(value, tuple):
             return value
         names = tuple(str(value).split(","))
         for name in names:
-            if name not in MODELS:
-                self.fail(f"{name!r} is not a policy; there are {', '.join(MODELS)}", param, ctx)
+            if name not in policy_names():
+                self.fail(f"{name!r} is not a policy; there are {', '.join(policy_names())}", param, ctx)
         if len(set(names)) != len(names):
             self.fail(f"{value!r} names a policy twice", param, ctx)
         return names
@@ -96,11 +95,11 @@ def simulate_command(
     """
 
     def body() -> None:
-        from k3.store.routing.policies import MODELS
+        from k3.store._store import policy_names
         from k3.store.routing.trace_requests import Requests
 
         if policies is None:
-            names = tuple(name for name in MODELS if name != "pin-lru" or pins_from is not None)
+            names = tuple(name for name in policy_names() if name != "pin-lru" or pins_from is not None)
         elif "pin-lru" in policies and pins_from is None:
             raise click.UsageError("pin-lru pins what another trace used most: give --pins-from.")
         else:

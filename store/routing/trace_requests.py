@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from k3.store.routing.policies import Key
 from k3.store.routing.route_trace import RoutedPass, RouteHeader, RouteTraceReader
 
 Numbers = npt.NDArray[np.int64]
+
+Key = tuple[int, int]
+"""Layer and expert."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bind.h"
 #include "client_ring.h"
 #include "lease.h"
 #include "server.h"
@@ -22,31 +23,8 @@
 namespace k3::store {
 namespace {
 
-namespace nb = nanobind;
 using nb::arg;
 using Pair = std::pair<uint32_t, uint32_t>;
-
-// Runs `work` without the interpreter's lock.
-template <class Work>
-auto unlocked(const Work& work) {
-    const nb::gil_scoped_release release;
-    return work();
-}
-
-// The bytes of any object with a contiguous buffer.
-class Buffer {
-public:
-    explicit Buffer(nb::handle object) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    }
-    ~Buffer() { PyBuffer_Release(&view_); }
-    Buffer(const Buffer&) = delete;
-    const uint8_t* data() const { return static_cast<const uint8_t*>(view_.buf); }
-    size_t size() const { return static_cast<size_t>(view_.len); }
-
-private:
-    Py_buffer view_;
-};
 
 Key key_of(const Pair& pair) { return {pair.first, pair.second}; }
 Pair pair_of(Key key) { return {key.layer, key.expert}; }
@@ -57,19 +35,8 @@ std::vector<Key> keys_of(const std::vector<Pair>& pairs) {
     return keys;
 }
 
-template <class Value>
-Value chosen(const std::string& name, const char* what,
-             std::initializer_list<std::pair<const char*, Value>> choices) {
-    std::string known;
-    for (const auto& [word, value] : choices) {
-        if (name == word) return value;
-        known += (known.empty() ? "" : ", ") + std::string(word);
-    }
-    throw nb::value_error((std::string(what) + " must be one of " + known + ", not " + name).c_str());
-}
-
 // Calls `told` (None: nobody) with how much is reserved, and lets a signal end it. For a thread without the lock.
-ReserveProgress progress_to(nb::object told) {
+ReserveProgress progress_to(const nb::object& told) {
     return [told](uint64_t done_bytes) {
         const nb::gil_scoped_acquire acquire;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -97,20 +64,17 @@ nb::bytes digest_in_steps(nb::handle data, const std::vector<size_t>& steps) {
 // Server
 
 std::unique_ptr<Server> make_server(uint64_t slot_bytes, uint32_t slots, const std::string& policy,
-                                    const std::vector<Pair>& pins, const std::string& io, uint32_t io_depth,
-                                    uint32_t checkers, const std::string& verify, uint32_t max_clients,
-                                    uint32_t quota, uint32_t entries, uint32_t open_files,
-                                    nb::object on_reserved) {
+                                    const std::vector<Pair>& pins, uint32_t io_depth, uint32_t checkers,
+                                    const std::string& verify, uint32_t max_clients, uint32_t quota,
+                                    uint32_t entries, uint32_t open_files, const nb::object& on_reserved) {
     ServerOptions options;
     options.slot_bytes = slot_bytes, options.slots = slots;
     options.policy = policy, options.pins = keys_of(pins);
-    options.reader.uring = chosen<bool>(io, "io", {{"threads", false}, {"uring", true}});
     options.reader.depth = io_depth, options.reader.checkers = checkers;
-    options.verify = chosen<Verify>(
-        verify, "verify", {{"always", Verify::always}, {"first", Verify::first}, {"never", Verify::never}});
+    options.verify = verify_of(verify);
     options.max_clients = max_clients, options.quota = quota, options.entries = entries;
     options.open_files = open_files;
-    const ReserveProgress progress = progress_to(std::move(on_reserved));
+    const ReserveProgress progress = progress_to(on_reserved);
     return unlocked([&] { return std::make_unique<Server>(options, progress); });
 }
 
@@ -171,19 +135,6 @@ nb::dict stats(Server& server) {
     return d;
 }
 
-void inject(Server& server, const std::string& kind, int64_t file, uint64_t begin, uint64_t end, int64_t times,
-            double probability, uint64_t argument, uint64_t seed) {
-    FaultRule rule;
-    rule.kind = chosen<FaultKind>(kind, "kind",
-                                  {{"error", FaultKind::error},
-                                   {"short", FaultKind::shorten},
-                                   {"flip", FaultKind::flip},
-                                   {"stall", FaultKind::stall}});
-    rule.file = file, rule.begin = begin, rule.end = end, rule.times = times;
-    rule.probability = probability, rule.argument = argument;
-    server.inject(rule, seed);
-}
-
 // A mapping of a memfd as a buffer.
 struct PyMapping {
     Mapping map;
@@ -218,8 +169,8 @@ void bind_memory(nb::module_& m) {
         arg("fd"), arg("size_bytes"));
     m.def(
         "reserve",
-        [](int fd, uint64_t bytes, const std::string& name, nb::object on_reserved) {
-            const ReserveProgress progress = progress_to(std::move(on_reserved));
+        [](int fd, uint64_t bytes, const std::string& name, const nb::object& on_reserved) {
+            const ReserveProgress progress = progress_to(on_reserved);
             return unlocked([&] { return reserve(fd, bytes, name, progress); });
         },
         arg("fd"), arg("size_bytes"), arg("name"), arg("on_reserved").none());
@@ -347,8 +298,8 @@ std::string ring_wait(const PyRing& py, std::optional<double> timeout_s, int oth
 void bind_server(nb::module_& m) {
     nb::class_<Server>(m, "Server")
         .def(nb::new_(&make_server), nb::kw_only(), arg("slot_bytes"), arg("slots"), arg("policy"), arg("pins"),
-             arg("io"), arg("io_depth"), arg("checkers"), arg("verify"), arg("max_clients"), arg("quota"),
-             arg("entries"), arg("open_files"), arg("on_reserved").none())
+             arg("io_depth"), arg("checkers"), arg("verify"), arg("max_clients"), arg("quota"), arg("entries"),
+             arg("open_files"), arg("on_reserved").none())
         .def("add_file", &Server::add_file, arg("root"), arg("path"), arg("direct"),
              nb::call_guard<nb::gil_scoped_release>())
         .def("set_layer", &set_layer, arg("layer"), arg("payload_bytes"), arg("pieces"), arg("records"))
@@ -357,8 +308,6 @@ void bind_server(nb::module_& m) {
         .def_prop_ro("arena_bytes", &Server::arena_bytes)
         .def_prop_ro("arena_huge_bytes", &Server::arena_huge_bytes)
         .def_prop_ro("events_fd", &Server::events_fd)
-        .def_prop_ro("io", &Server::backend)
-        .def_prop_ro("notice", &Server::notice)
         .def("add_client", &add_client, arg("name"))
         .def("remove_client", &Server::remove_client, arg("client"), nb::call_guard<nb::gil_scoped_release>())
         .def("violations", &Server::violations, nb::call_guard<nb::gil_scoped_release>())
@@ -367,8 +316,14 @@ void bind_server(nb::module_& m) {
         .def("pin", &Server::pin, arg("layer"), arg("experts"), nb::call_guard<nb::gil_scoped_release>())
         .def("unpin", nb::overload_cast<uint32_t, const std::vector<uint32_t>&>(&Server::unpin), arg("layer"),
              arg("experts"), nb::call_guard<nb::gil_scoped_release>())
-        .def("inject", &inject, arg("kind"), nb::kw_only(), arg("file"), arg("begin"), arg("end"), arg("times"),
-             arg("probability"), arg("argument"), arg("seed"))
+        .def(
+            "inject",
+            [](Server& server, const std::string& kind, int64_t file, uint64_t begin, uint64_t end, int64_t times,
+               double probability, uint64_t argument, uint64_t seed) {
+                server.inject(fault_rule(kind, file, begin, end, times, probability, argument), seed);
+            },
+            arg("kind"), nb::kw_only(), arg("file"), arg("begin"), arg("end"), arg("times"), arg("probability"),
+            arg("argument"), arg("seed"))
         .def("clear_faults", &Server::clear_faults)
         .def("resume_stalls", &Server::resume_stalls)
         .def("throttle", &Server::throttle, arg("root"), arg("bytes_per_s"))
@@ -515,6 +470,7 @@ nb::dict layout() {
 
 NB_MODULE(_store, m) {
     using namespace k3::store;
+    nb::set_leak_warnings(false);  // a process may end with a source open, as with a file
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -533,4 +489,5 @@ NB_MODULE(_store, m) {
     bind_server(m);
     bind_leases(m);
     bind_client(m);
+    bind_lending(m);
 }

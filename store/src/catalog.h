@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <string>
 #include <vector>
 
 #include "layout.h"
@@ -29,7 +30,8 @@ struct Record {
 static_assert(sizeof(Record) == 48 && offsetof(Record, offset) == 8 && offsetof(Record, digest) == 32);
 
 // One read of at most kChunkBytes (a bounced one: of the pages around it). `into` is where the pages [offset,
-// offset + ask) go; nullptr: into a bounce buffer, from which `copy_bytes` starting at `skip` go to `copy_to`.
+// offset + ask) go, the extent's bytes from `skip` on; nullptr: into a bounce buffer, from which `copy_bytes`
+// starting at `skip` go to `copy_to`.
 struct Chunk {
     uint32_t piece;
     uint64_t offset;  // a whole page
@@ -39,12 +41,14 @@ struct Chunk {
     uint64_t skip;
     uint8_t* copy_to;
     uint64_t copy_bytes;
+    uint64_t extent_bytes() const { return into != nullptr ? need - skip : copy_bytes; }
 };
 
 // The stored bytes of one record and where in the slot they end up.
 struct PiecePlan {
     Record record;
     uint8_t* stored;
+    bool has_digest = true;
 };
 
 struct ExpertPlan {
@@ -55,11 +59,20 @@ struct ExpertPlan {
     uint64_t slot_bytes = 0;  // of the slot that are written
 };
 
+// How to read the expert that `records` make up into the slot at `slot`, in reads of at most `chunk_bytes` (whole
+// pages, at most kChunkBytes). Their sizes must make sense: see `refusal_of`.
+ExpertPlan plan_expert(const Record* records, uint32_t count, uint64_t payload_bytes, uint8_t* slot,
+                       uint64_t chunk_bytes = kChunkBytes);
+
+// Why records do not make up an expert of this payload in a slot of this size; empty when they do. Records are
+// taken for any numbers.
+std::string refusal_of(const Record* records, uint32_t count, uint64_t payload_bytes, uint64_t slot_bytes);
+
 class Catalog {
 public:
     // `pieces` holds the number of records of each expert, in ascending id; `records` all of them in order.
     // std::invalid_argument when they do not fit together, the files or the slot.
-    void set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+    void set_layer(uint32_t layer, uint64_t payload_bytes, const std::vector<uint32_t>& pieces,
                    std::vector<Record> records, const std::vector<uint64_t>& file_bytes, uint64_t slot_bytes);
 
     bool contains(Key key) const;
@@ -75,8 +88,6 @@ private:
         std::vector<uint32_t> first;  // of each expert's records; one more than experts
         std::vector<Record> records;
     };
-
-    static ExpertPlan plan(const Layer& layer, uint32_t expert, uint8_t* slot);
 
     std::map<uint32_t, Layer> layers_;
 };

@@ -1,6 +1,7 @@
 #include "drive.h"
 
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -22,6 +23,26 @@ void sleep_ns(uint64_t ns) {
 
 }  // namespace
 
+Drive::Drive(uint32_t depth, uint32_t background, Files& files, Faults& faults, ReadDone done)
+    : files_(files), faults_(faults), done_(std::move(done)), background_max_(background) {
+    try {
+        for (uint32_t i = 0; i < depth; ++i) threads_.emplace_back(&Drive::serve, this);
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+void Drive::stop() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stopping_ = true;
+    }
+    more_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+}
+
 bool Drive::push(const std::vector<Read*>& reads, const Job& job, bool first) {
     std::lock_guard<std::mutex> lock(mutex_);
     // Both are looked at under the lock: promote() and take_back() come after they were changed, so either they
@@ -33,7 +54,7 @@ bool Drive::push(const std::vector<Read*>& reads, const Job& job, bool first) {
     } else {
         for (Read* read : reads) queue.push_back(*read);
     }
-    wake();
+    more_.notify_all();
     return true;
 }
 
@@ -44,6 +65,7 @@ void Drive::promote(std::vector<Read>& reads) {
         background_.remove(read);
         demand_.push_back(read);
     }
+    more_.notify_all();  // a thread that was one too many for the background
 }
 
 void Drive::take_back(std::vector<Read>& reads, std::vector<Read*>& taken) {
@@ -70,16 +92,53 @@ uint64_t Drive::oldest_read_ns() const {
     return in_progress_.empty() ? 0 : now_ns() - in_progress_.front()->began_ns;
 }
 
+void Drive::serve() {
+    block_signals();
+    Bounce bounce;
+    while (true) {
+        Read* read = nullptr;
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            more_.wait(lock, [&] { return stopping_ || (read = next()) != nullptr; });
+            if (read == nullptr) return;
+        }
+        ended(*read, run(*read, bounce));
+    }
+}
+
 Read* Drive::next() {
-    if (stopping_ || in_flight_.load(std::memory_order_relaxed) >= depth_) return nullptr;
-    ReadQueue& queue = demand_.empty() ? background_ : demand_;
-    if (queue.empty()) return nullptr;
+    if (stopping_) return nullptr;
+    const bool background = demand_.empty();
+    if (background && (background_.empty() || background_in_flight_ >= background_max_)) return nullptr;
+    ReadQueue& queue = background ? background_ : demand_;
     Read* read = queue.front();
     queue.remove(*read);
+    read->in_background = background;
+    background_in_flight_ += background;
     in_progress_.push_back(*read);
     read->began_ns = now_ns();
     if (in_flight_.fetch_add(1, std::memory_order_relaxed) == 0) busy_since_ns_ = read->began_ns;
     return read;
+}
+
+int Drive::run(Read& read, Bounce& bounce) {
+    try {
+        read.is_open = false;
+        std::shared_ptr<OpenFile> file = files_.open(read.file);
+        read.is_open = true;
+        Progress progress(read, std::move(file), read.chunk.into == nullptr ? bounce.get() : nullptr, faults_);
+        if (!progress.direct()) counters.direct.store(false, std::memory_order_relaxed);
+        while (progress.prepare()) {
+            const ssize_t count = ::pread(progress.fd(), progress.target(), progress.length(),
+                                          static_cast<off_t>(progress.position()));
+            if (!progress.advance(count < 0 ? -errno : count)) break;
+        }
+        return progress.error();
+    } catch (const std::system_error& error) {
+        return error.code().value();
+    } catch (const std::bad_alloc&) {
+        return ENOMEM;
+    }
 }
 
 void Drive::ended(Read& read, int error) {
@@ -91,9 +150,11 @@ void Drive::ended(Read& read, int error) {
     const auto bound = std::lower_bound(std::begin(kReadBoundsNs), std::end(kReadBoundsNs), end_ns - began_ns);
     counters.read_classes[bound - std::begin(kReadBoundsNs)].fetch_add(1, std::memory_order_relaxed);
     if (error == 0) counters.read_bytes.fetch_add(read.chunk.need, std::memory_order_relaxed);
+    counters.extent_bytes.fetch_add(read.chunk.extent_bytes(), std::memory_order_relaxed);
     {
         std::lock_guard<std::mutex> lock(mutex_);
         in_progress_.remove(read);
+        background_in_flight_ -= read.in_background;
         if (in_flight_.fetch_sub(1, std::memory_order_relaxed) == 1) busy_ns_ += end_ns - busy_since_ns_;
     }
     done_(read, error);  // the job may be gone after this

@@ -1,8 +1,7 @@
-// One drive: reads in order, at most `depth` of them in progress, what is asked for before everything else.
+// One drive: `depth` threads that each do one pread after the other, what is asked for before everything else.
 //
 // The queue is bounded by construction: an expert has a fixed number of chunks, and there are no more experts
-// being read than slots. Thread-safe. Two implementations share this file: threads that each do one pread after
-// the other (drive_threads.cpp), and one thread that drives an io_uring (drive_uring.cpp).
+// being read than slots. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -38,8 +37,9 @@ constexpr size_t kReadClasses = std::size(kReadBoundsNs) + 1;
 
 struct DriveCounters {
     std::atomic<uint64_t> reads{0};
-    std::atomic<uint64_t> read_bytes{0};                    // that were asked for and came
-    std::atomic<uint64_t> read_ns{0};                       // summed over reads
+    std::atomic<uint64_t> read_bytes{0};    // that were asked for and came
+    std::atomic<uint64_t> extent_bytes{0};  // of extents that were asked for, failed reads included
+    std::atomic<uint64_t> read_ns{0};       // summed over reads
     std::atomic<uint64_t> read_classes[kReadClasses] = {};  // reads by their time
     std::atomic<uint64_t> errors{0};                        // reads that failed, and pieces whose digest was wrong
     std::atomic<uint64_t> damaged{0};                       // of these: pieces whose digest was wrong
@@ -47,11 +47,14 @@ struct DriveCounters {
     std::atomic<bool> direct{true};                         // no read went through the page cache
 };
 
+class Bounce;
+
 class Drive {
 public:
-    Drive(uint32_t depth, Files& files, Faults& faults, ReadDone done)
-        : files_(files), faults_(faults), done_(std::move(done)), depth_(depth) {}
-    virtual ~Drive() = default;
+    // At most `background` reads that nobody waits for are in progress at a time. std::system_error when threads
+    // cannot be had.
+    Drive(uint32_t depth, uint32_t background, Files& files, Faults& faults, ReadDone done);
+    ~Drive() { stop(); }
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
@@ -68,7 +71,7 @@ public:
         return read.queue != nullptr && read.queue != &in_progress_;
     }  // under it
     // Ends after the reads in progress; what is queued is never read. Joins the threads.
-    virtual void stop() = 0;
+    void stop();
 
     void throttle(uint64_t bytes_per_s) { rate_.store(bytes_per_s, std::memory_order_relaxed); }
     uint64_t queued() const;
@@ -78,33 +81,33 @@ public:
         const;  // age of the read that has been in progress for longest; 0 when there is none
     DriveCounters counters;
 
-protected:
-    // The next read, and with it one of the `depth` places; nullptr when there is none. Under mutex_.
+private:
+    void serve();
+    // The next read that may begin; nullptr when there is none. Under mutex_.
     Read* next();
+    int run(Read& read, Bounce& bounce);
     void ended(Read& read, int error);
-    virtual void wake() = 0;  // there is something in the queue, or the drive stops. Under mutex_
+    void wait_for_rate(uint64_t bytes, uint64_t began_ns);
 
     Files& files_;
     Faults& faults_;
     ReadDone done_;
-    const uint32_t depth_;
+    const uint32_t background_max_;
     mutable std::mutex mutex_;
+    std::condition_variable more_;
     bool stopping_ = false;
-
-private:
-    void wait_for_rate(uint64_t bytes, uint64_t began_ns);
-
     ReadQueue demand_, background_;  // background: pins and prefetches, in the order in which they came
     ReadQueue in_progress_;          // the longest first
     std::atomic<uint32_t> in_flight_{0};
+    uint32_t background_in_flight_ = 0;
     uint64_t busy_since_ns_ = 0;
     uint64_t busy_ns_ = 0;
     std::atomic<uint64_t> rate_{0};
     uint64_t rate_free_ns_ = 0;
+    std::vector<std::thread> threads_;
 };
 
-// The system calls of one read: where the next one begins, and what its result means. Used by both
-// implementations.
+// The system calls of one read: where the next one begins, and what its result means.
 class Progress {
 public:
     Progress(Read& read, std::shared_ptr<OpenFile> file, uint8_t* bounce, Faults& faults);
@@ -143,9 +146,5 @@ public:
 private:
     uint8_t* memory_ = nullptr;
 };
-
-std::unique_ptr<Drive> make_thread_drive(uint32_t depth, Files& files, Faults& faults, ReadDone done);
-// std::system_error when the kernel refuses (ENOSYS, EPERM under seccomp, ENOMEM under RLIMIT_MEMLOCK).
-std::unique_ptr<Drive> make_uring_drive(uint32_t depth, Files& files, Faults& faults, ReadDone done);
 
 }  // namespace k3::store

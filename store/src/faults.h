@@ -9,6 +9,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace k3::store {
@@ -68,6 +69,11 @@ public:
     }
 
     uint64_t fired() const { return fired_.load(std::memory_order_relaxed); }
+    // File and offset of the reads that a rule hit, in their order.
+    std::vector<std::pair<uint32_t, uint64_t>> struck() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return struck_;
+    }
 
     Fault next(uint32_t file, uint64_t offset, uint64_t bytes) {
         Fault fault;
@@ -80,6 +86,7 @@ public:
                 continue;
             if (rule.times > 0) --rule.times;
             fired_.fetch_add(1, std::memory_order_relaxed);
+            if (struck_.size() < kStruckMax) struck_.emplace_back(file, offset);
             switch (rule.kind) {
                 case FaultKind::error: fault.error = static_cast<int>(rule.argument); break;
                 case FaultKind::shorten: fault.shorten_to = rule.argument; break;
@@ -91,6 +98,8 @@ public:
     }
 
 private:
+    static constexpr size_t kStruckMax = 10'000;
+
     void end_stalls() {
         ++resumes_;
         resumed_.notify_all();
@@ -102,6 +111,7 @@ private:
     std::condition_variable resumed_;
     uint64_t resumes_ = 0;
     std::vector<FaultRule> rules_;
+    std::vector<std::pair<uint32_t, uint64_t>> struck_;
     std::mt19937_64 random_;
 };
 

@@ -4,10 +4,12 @@
 // descriptors. An open file is shared by its readers and closed when the last of them lets go. Thread-safe.
 #pragma once
 
+#include <atomic>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory.h"
@@ -27,7 +29,9 @@ struct FileIdentity {
 // One file, open. `fd` reads past the page cache when `direct`.
 class OpenFile {
 public:
-    OpenFile(std::string path, bool direct);  // std::system_error; EINVAL for what is no regular file
+    // With `probe`, a read of a page decides about `direct`: opening alone proves nothing. std::system_error;
+    // EINVAL for what is no regular file.
+    OpenFile(std::string path, bool direct, bool probe = false);
     int fd() const { return fd_.get(); }
     bool direct() const { return direct_; }
     const FileIdentity& identity() const { return identity_; }  // as it was when it was opened
@@ -51,6 +55,9 @@ public:
     // Registers a file and opens it once to see that it can be. Returns its number. std::system_error.
     uint32_t add(uint32_t root, const std::string& path, bool direct);
 
+    // Registers a file that is opened when it is first read, past the page cache if its file system can.
+    uint32_t declare(uint32_t root, const std::string& path, bool direct);
+
     // The file, open. std::system_error.
     std::shared_ptr<OpenFile> open(uint32_t file);
 
@@ -65,12 +72,18 @@ public:
     uint64_t version(uint32_t file) const;
     uint32_t open_count() const;
     uint32_t root(uint32_t file) const;
+    // Of the files that were opened so far, in their order: past the page cache, or not.
+    std::vector<std::pair<uint32_t, bool>> opened() const;
+    // How many files were to be read past the page cache and could not be.
+    uint32_t refused_direct() const { return refused_direct_.load(std::memory_order_relaxed); }
 
 private:
     struct Entry {
         uint32_t root;
         std::string path;
         bool direct;
+        bool probe;  // `direct` is to be found out
+        bool was_opened;
         FileIdentity identity;  // of the version
         uint64_t version;
         std::shared_ptr<OpenFile> open;
@@ -83,6 +96,7 @@ private:
     mutable std::mutex mutex_;
     std::vector<Entry> entries_;
     std::list<uint32_t> order_;  // open ones, longest unused first
+    std::atomic<uint32_t> refused_direct_{0};
 };
 
 }  // namespace k3::store

@@ -1,4 +1,4 @@
-// `Lease` and `ReadyLeases` of store/source.py and store/local/request_stream.py, as Python sees them, and the
+// `Lease` and `ReadyLeases` of store/source.py and store/request_stream.py, as Python sees them, and the
 // making of many leases at once.
 //
 // A set of 16 is made, handed out and given back for every layer of every token; as classes in Python that was

@@ -91,7 +91,7 @@ std::unique_ptr<Policy> make_policy(const std::string& name, uint64_t capacity, 
 std::vector<std::string> policy_names();
 
 // Divides `slots` among layers as evenly as whole numbers allow, no layer getting more than it has experts;
-// earlier layers get the odd ones. The same as k3.store.local.eviction.divide.
+// earlier layers get the odd ones.
 std::map<uint32_t, uint64_t> divide(uint64_t slots, const LayerCounts& counts);
 
 }  // namespace k3::store

@@ -23,6 +23,8 @@ struct Read {
     uint64_t version = 0;  // of its file, where nobody compares its bytes with a digest; 0: any
     // Of the drive, under its lock:
     uint64_t began_ns = 0;  // while in progress
+    bool in_background = false;
+    bool is_open = false;  // of the thread that reads: its file could be opened
     ReadQueue* queue = nullptr;
     Read *before = nullptr, *after = nullptr;
 };

@@ -7,22 +7,10 @@
 namespace k3::store {
 
 Reader::Reader(const ReaderOptions& options, uint32_t drives, Files& files, Faults& faults, PieceDone done)
-    : files_(files), done_(std::move(done)), backend_(options.uring ? "uring" : "threads") {
+    : files_(files), done_(std::move(done)) {
     const auto sink = [this](Read& read, int error) { read_done(read, error); };
     for (uint32_t i = 0; i < drives; ++i) {
-        if (backend_ == "uring") {
-            try {
-                drives_.push_back(make_uring_drive(options.depth, files, faults, sink));
-                continue;
-            } catch (const std::system_error& error) {
-                backend_ = "threads";  // nothing has been started yet: begin again
-                notice_ = std::string("io_uring cannot be used (") + error.what() + "): reading with threads";
-                drives_.clear();
-                i = static_cast<uint32_t>(-1);
-                continue;
-            }
-        }
-        drives_.push_back(make_thread_drive(options.depth, files, faults, sink));
+        drives_.push_back(std::make_unique<Drive>(options.depth, options.background, files, faults, sink));
     }
     try {
         const uint32_t half = std::max(1u, std::thread::hardware_concurrency() / 2);
@@ -50,7 +38,7 @@ void Reader::start(Job& job) {
     // Gathered first: once the first read is queued the job may end at any moment.
     std::vector<std::vector<Read*>> by_drive(drives_.size());
     for (PieceRead& piece : job.pieces) {
-        set_check(piece, job.check);
+        set_check(piece, job.check && piece.plan.has_digest);
         begin_attempt(piece);
         for (Read& read : piece.reads) by_drive[piece.root].push_back(&read);
     }
@@ -96,7 +84,7 @@ bool Reader::call_off_if_not_begun(Job& job) {
 // Nobody else knows of the piece yet: its reads are queued after this.
 void Reader::set_check(PieceRead& piece, bool check) const {
     piece.check = check;
-    for (Read& read : piece.reads) read.version = check ? 0 : piece.version;
+    for (Read& read : piece.reads) read.version = check || !piece.plan.has_digest ? 0 : piece.version;
 }
 
 void Reader::begin_attempt(PieceRead& piece) const {
@@ -116,6 +104,7 @@ void Reader::read_done(Read& read, int error) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (error != 0 && piece.error == 0) {
             piece.error = error;
+            piece.is_open = read.is_open || error == kCalledOff;
             piece.error_offset = read.chunk.offset;
         }
         --piece.reads_left;
@@ -173,10 +162,9 @@ void Reader::hash(PieceRead& piece, uint64_t arrived_bytes) {
 }
 
 void Reader::compare(PieceRead& piece) {
-    uint8_t digest[16];
-    piece.digest.finish(digest);
+    piece.digest.finish(piece.found);
     checked_bytes_.fetch_add(piece.plan.record.stored_bytes, std::memory_order_relaxed);
-    const bool right = std::memcmp(digest, piece.plan.record.digest, sizeof digest) == 0;
+    const bool right = std::memcmp(piece.found, piece.plan.record.digest, sizeof piece.found) == 0;
     piece.outcome = right ? Status::ok : Status::damaged;
     if (right) return;
     piece.error_offset = piece.plan.record.offset;

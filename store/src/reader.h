@@ -46,13 +46,15 @@ struct PieceRead {
     int attempt = 1;
     size_t reads_left = 0;
     std::vector<bool>
-        arrived;            // by read: its bytes are in place. Only for pieces that are checked, as what follows
-    size_t in_order = 0;    // reads that have arrived with all before them
-    size_t hashed = 0;      // reads of these that are in the digest
-    bool checking = false;  // a checker has it, or it waits for one
-    Xxh3Stream digest;      // not under the mutex: of the checker that has it
+        arrived;             // by read: its bytes are in place. Only for pieces that are checked, as what follows
+    size_t in_order = 0;     // reads that have arrived with all before them
+    size_t hashed = 0;       // reads of these that are in the digest
+    bool checking = false;   // a checker has it, or it waits for one
+    Xxh3Stream digest;       // not under the mutex: of the checker that has it
+    uint8_t found[16] = {};  // the digest that the bytes have, when they were compared
 
     int error = 0;                // errno of the first read that failed
+    bool is_open = true;          // its file could be opened
     uint64_t error_offset = 0;    // of that read, or of the piece when its digest is wrong
     Status outcome = Status::ok;  // ok, io_error, damaged or cancelled; valid when the piece is done
 };
@@ -65,9 +67,12 @@ struct Job {
     bool check = true;  // the digests of its pieces are compared; changed only before start()
 };
 
+// Which reads are compared with their digests: all, the first of each expert, or none.
+enum class Verify : uint8_t { always, first, never };
+
 struct ReaderOptions {
-    bool uring = false;
-    uint32_t depth = 4;  // reads in progress per drive
+    uint32_t depth = 4;                // reads in progress per drive
+    uint32_t background = UINT32_MAX;  // of these, reads that nobody waits for
     // Threads that compute digests; 0: one per drive, on at most half of the processors. One keeps up with a fast
     // drive, and each that hashes is a processor that does not start the next read.
     uint32_t checkers = 0;
@@ -80,10 +85,6 @@ class Reader {
 public:
     Reader(const ReaderOptions& options, uint32_t drives, Files& files, Faults& faults, PieceDone done);
     ~Reader() { stop(); }
-
-    // What backend is really used, and why not the one asked for (empty when it is).
-    const std::string& backend() const { return backend_; }
-    const std::string& notice() const { return notice_; }
 
     void prepare(Job& job, const ExpertPlan& plan, const Files& files) const;
     void start(Job& job);
@@ -119,7 +120,6 @@ private:
 
     Files& files_;
     PieceDone done_;
-    std::string backend_, notice_;
     std::vector<std::unique_ptr<Drive>> drives_;
     std::mutex mutex_;
     std::condition_variable more_;

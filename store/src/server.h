@@ -43,8 +43,6 @@
 
 namespace k3::store {
 
-enum class Verify : uint8_t { always, first, never };
-
 struct ServerOptions {
     uint64_t slot_bytes = 0;  // whole pages
     uint32_t slots = 0;
@@ -101,7 +99,7 @@ public:
 
     // Setting up; std::logic_error after start().
     uint32_t add_file(uint32_t root, const std::string& path, bool direct);
-    void set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+    void set_layer(uint32_t layer, uint64_t payload_bytes, const std::vector<uint32_t>& pieces,
                    std::vector<Record> records);
     void start();
 
@@ -110,8 +108,6 @@ public:
     uint64_t arena_bytes() const { return arena_.map.bytes(); }
     uint64_t arena_huge_bytes() const { return arena_.huge_bytes; }
     const ServerOptions& options() const { return options_; }
-    std::string backend() const;
-    std::string notice() const;
 
     NewClient add_client(const std::string& name);
     // Frees everything the client had. Does nothing for a client that is not there.

@@ -18,7 +18,7 @@ namespace {
 
 std::string text(uint64_t n) { return std::to_string(n); }
 
-const ServerOptions& checked(const ServerOptions& o) {
+ServerOptions checked(ServerOptions o) {
     const auto need = [](bool holds, const std::string& what) {
         if (!holds) throw std::invalid_argument(what);
     };
@@ -88,11 +88,10 @@ uint32_t Server::add_file(uint32_t root, const std::string& path, bool direct) {
     return file;
 }
 
-void Server::set_layer(uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+void Server::set_layer(uint32_t layer, uint64_t payload_bytes, const std::vector<uint32_t>& pieces,
                        std::vector<Record> records) {
     if (started_) throw std::logic_error("layers are set before start()");
-    catalog_.set_layer(layer, payload_bytes, std::move(pieces), std::move(records), files_.sizes(),
-                       options_.slot_bytes);
+    catalog_.set_layer(layer, payload_bytes, pieces, std::move(records), files_.sizes(), options_.slot_bytes);
 }
 
 void Server::start() {
@@ -113,12 +112,6 @@ void Server::start() {
     service_ = std::thread(&Server::serve, this);
     started_ = true;
 }
-
-std::string Server::backend() const {
-    return reader_ ? reader_->backend() : options_.reader.uring ? "uring" : "threads";
-}
-
-std::string Server::notice() const { return reader_ ? reader_->notice() : ""; }
 
 NewClient Server::add_client(const std::string& name) {
     auto client = std::make_unique<Client>();

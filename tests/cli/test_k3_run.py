@@ -27,7 +27,7 @@ from k3.repack.cli import main as repack_main
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.cli import main as store_main
-from k3.store.local.memory_source import MemorySource
+from k3.store.lending.memory_source import MemorySource
 from k3.store.source import SourceStats
 from k3.verify.cli import main as verify_main
 from tests.support.engines import GOLDEN_REL_L2, VECTORS, copied, golden, rel_l2

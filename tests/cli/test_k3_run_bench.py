@@ -23,7 +23,7 @@ from k3.engine.report.machine_rates import DriveRate, MemoryMeter
 from k3.engine.run.session import Session
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.store.source import SourceStats
 from tests.support.daemons import daemon_inside
 from tests.support.engines import VECTORS

@@ -92,7 +92,7 @@ def test_rates_and_seconds() -> None:
     assert found["prompt"]["tokens_per_pass"] == 64
     assert found["prompt"]["drive_bytes_per_token"] < one["drive_bytes_per_token"] / 4
     assert (found["drive"]["origin"], found["memory_rate"]["origin"]) == ("as given", "as given")
-    half = plan(*TINY, *RATES, "--expert-gb", found["memory"]["experts"] / 2 * 0.0000614)
+    half = plan(*TINY, *RATES, "--expert-gb", found["memory"]["experts"] / 2 * 0.0000164)
     assert 0.3 < half["hit_share"] < 0.7
     assert half["generate"]["drive_bytes_per_token"] == pytest.approx(
         one["drive_bytes_per_token"] * (1 - half["hit_share"]), rel=1e-6

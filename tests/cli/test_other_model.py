@@ -15,7 +15,7 @@ from k3.base.errors import DaemonError
 from k3.container.reader import Container
 from k3.engine.cli import main
 from k3.store.client.daemon_source import DaemonSource
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from tests.support.daemons import daemon_inside
 from tests.support.engines import VECTORS
 from tests.support.repacked import repacked

@@ -27,7 +27,7 @@ from k3.model.tensor_names import needed_names
 from k3.model.tensor_recipe import Recipe
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from tests.support.containers import flip
 from tests.support.engines import VECTORS, Array, all_logits, golden, loaded, snapshot
 from tests.support.faults import DriveFaults

@@ -17,7 +17,7 @@ from k3.engine.forward.lookahead import PAYING_CHANCE, HitRecord, LookAhead
 from k3.engine.forward.model import Model
 from k3.engine.run.session import Session
 from k3.model.architecture import ModelConfig
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.store.source import ExpertSource, LeaseStream, SourceStats
 from tests.support.engines import all_logits, golden, loaded_model, snapshot
 

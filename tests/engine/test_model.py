@@ -15,7 +15,7 @@ from k3.engine.forward.state import KdaState, MlaState, State
 from k3.engine.run.session import Session
 from k3.engine.run.trace_observers import LastRouting
 from k3.model.architecture import ModelConfig
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.verify.reference.forward import ReferenceModel
 from tests.support.engines import GOLDEN_REL_L2, Array, all_logits, golden, loaded, loaded_model, rel_l2, snapshot
 

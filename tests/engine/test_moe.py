@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from k3.base.errors import ExitCode, ExpertError, SourceError, UnsupportedError
 from k3.engine.forward.moe import ExpertSum, LatentMoe, Routing, expert_matrices, kept_experts
 from k3.model.keys import ExpertKey, ExpertLayout, ExpertPart
-from k3.store.local.memory_source import MemorySource
+from k3.store.lending.memory_source import MemorySource
 from k3.store.source import ExpertSource
 from tests.support.engines import Array, all_logits, golden, loaded, snapshot
 

@@ -24,7 +24,7 @@ from k3.model.model_source import EncodedTensor, ModelSource
 from k3.model.tensor_names import expected_tensors, tensor_use
 from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
-from k3.store.local.file_source import WORKING_SLOTS, FileSource
+from k3.store.lending.file_source import WORKING_SLOTS, FileSource
 from tests.support.engines import VECTORS, loaded, snapshot
 
 CONFIG = ModelConfig.from_raw(snapshot().config, Path("config.json"))
@@ -99,7 +99,7 @@ def test_look_ahead_has_room_only_where_experts_are_read() -> None:
     top_k = CONFIG.moe.top_k
     assert planned_slots() == (0, WORKING_SLOTS)  # all experts have room in memory
     assert planned_slots(expert_bytes=0) == (top_k, WORKING_SLOTS + top_k)
-    assert planned_slots(6e6) == (top_k, WORKING_SLOTS + top_k)
+    assert planned_slots(2.4e6) == (top_k, WORKING_SLOTS + top_k)
     assert planned_slots(prefetch=3) == (3, WORKING_SLOTS + 3)
     assert planned_slots(expert_bytes=0, prefetch=0) == (0, WORKING_SLOTS)
 

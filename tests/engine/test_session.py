@@ -15,7 +15,7 @@ from k3.engine.run.session import Session
 from k3.engine.run.trace_file import TraceFile
 from k3.engine.run.trace_observers import TraceObserver
 from k3.model.keys import ExpertKey
-from k3.store.local.memory_source import MemorySource
+from k3.store.lending.memory_source import MemorySource
 from tests.support.engines import all_logits, golden, loaded, snapshot
 from tests.support.faults import FaultySource
 

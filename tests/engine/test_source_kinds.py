@@ -28,7 +28,7 @@ from k3.repack.request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.client.daemon_model import DaemonModel
 from k3.store.client.socket_link import Link
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from tests.support.daemons import daemon_inside
 from tests.support.engines import VECTORS, all_logits, golden, loaded, snapshot
 

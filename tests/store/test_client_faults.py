@@ -20,7 +20,7 @@ from k3.model.keys import ExpertKey
 from k3.store.client.daemon_model import DaemonModel
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.client.socket_link import Link
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.store.protocol.native import FaultKind, NativeRing
 from k3.store.source import BudgetError, ExpertSource
 from tests.support.containers import Built, build_container, flip

@@ -30,7 +30,7 @@ from k3.store.daemon.model_service import ServeSettings, Service
 from k3.store.protocol import wire
 from k3.store.protocol.peer import SPARE_CONNECTIONS
 from tests.support.containers import Built, build_container
-from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, messages, serve_command, start
+from tests.support.daemons import Inside, answers, daemon_inside, daemon_outside, serve_command, start
 from tests.support.faults import STALL_MS
 from tests.support.waiting import wait_until
 
@@ -486,15 +486,12 @@ def test_the_soft_limit_is_raised(built: Built, tmp_path: Path) -> None:
             link.close()
 
 
-@pytest.mark.parametrize("io", ["threads", "uring"])
-def test_64_kb_of_locked_memory_are_enough(built: Built, tmp_path: Path, io: str) -> None:
+def test_64_kb_of_locked_memory_are_enough(built: Built, tmp_path: Path) -> None:
     import resource
 
     limit = limited(resource.RLIMIT_MEMLOCK, 65536, 65536)
-    with daemon_outside(tmp_path / "s", built.directories, "--io", io, preexec_fn=limit) as outside:
+    with daemon_outside(tmp_path / "s", built.directories, preexec_fn=limit):
         take_all(tmp_path / "s", built)
-        if outside.status()["io"] != io:
-            wait_until(lambda: any("io_uring" in line for line in messages(outside)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a private /dev/shm takes root")

@@ -194,8 +194,7 @@ def test_eight_clients_and_too_little_room(built: Built, tmp_path: Path, is_long
 
 
 @pytest.mark.parametrize("is_long", campaign)
-@pytest.mark.parametrize("io", ["threads", "uring"])
-def test_clients_come_and_go_under_small_limits(built: Built, tmp_path: Path, io: str, is_long: bool) -> None:
+def test_clients_come_and_go_under_small_limits(built: Built, tmp_path: Path, is_long: bool) -> None:
     """64 descriptors and 64 KiB of locked memory."""
     rounds = 200 if is_long else 10
 
@@ -203,7 +202,7 @@ def test_clients_come_and_go_under_small_limits(built: Built, tmp_path: Path, io
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 
-    options = ("--max-clients", "3", "--quota", "2", "--io", io)
+    options = ("--max-clients", "3", "--quota", "2")
     counts = Counter[str]()
     with daemon_outside(tmp_path / "s", built.directories, *options, preexec_fn=limit) as daemon:
 
@@ -233,7 +232,7 @@ def test_clients_come_and_go_under_small_limits(built: Built, tmp_path: Path, io
         assert counts["refused"] == rounds
         wait_until(lambda: belongings() <= before)
         assert daemon.status()["cache"]["states"]["held"] == 0
-    told(f"64 descriptors, 64 KiB locked, {io}", 0, counts)
+    told("64 descriptors, 64 KiB locked", 0, counts)
 
 
 @pytest.mark.timeout(600)

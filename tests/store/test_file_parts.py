@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from k3.base.direct_io import span_bytes
 from k3.base.errors import DamageError, DriveError
 from k3.base.pages import PAGE_BYTES
 from k3.container.reader import Container
-from k3.model.keys import ExpertKey, Extent
-from k3.store.local.fetch import Piece, split
-from k3.store.local.file_source import FileSource
+from k3.model.keys import ExpertKey
+from k3.store.lending.file_source import FileSource
 from tests.support.containers import Built, build_container, flip
-from tests.support.faults import DriveFaults, Fault
+from tests.support.faults import Fault
+from tests.support.plane_faults import PlaneFaults
 
 EXPERTS = 5
 
@@ -24,27 +21,6 @@ EXPERTS = 5
 @pytest.fixture
 def built(tmp_path: Path) -> Built:
     return build_container(tmp_path / "home")
-
-
-@given(
-    offset=st.integers(0, 5 * PAGE_BYTES),
-    nbytes=st.integers(1, 9 * PAGE_BYTES),
-    start_page=st.integers(0, 3),
-    pages=st.integers(1, 4),
-)
-def test_parts_cover_a_piece_once_and_stay_in_their_place(
-    offset: int, nbytes: int, start_page: int, pages: int
-) -> None:
-    start, capacity = start_page * PAGE_BYTES, span_bytes(offset, nbytes)
-    piece = Piece(Extent(Path("x"), offset, nbytes, nbytes, None), start, capacity)
-    parts = split(piece, pages * PAGE_BYTES)
-    at, place = offset, start
-    for part in parts:
-        assert (part.offset, part.start) == (at, place)  # in the file and in the buffer, one after the other
-        assert 0 < part.nbytes <= part.capacity <= pages * PAGE_BYTES
-        assert span_bytes(part.offset, part.nbytes) <= part.capacity
-        at, place = part.offset + part.nbytes, part.start + part.capacity
-    assert (at, place) == (offset + nbytes, start + capacity)
 
 
 def take_one(source: FileSource, expert: int) -> bytes:
@@ -56,8 +32,8 @@ def take_one(source: FileSource, expert: int) -> bytes:
 @pytest.mark.parametrize("kind", ["eio", "flip"])
 def test_one_bad_part_costs_one_read_of_the_whole(built: Built, model: Container, kind: str) -> None:
     path, extent = built.piece(1, 2)
-    faults = DriveFaults([Fault(kind, path, extent.offset + 2 * PAGE_BYTES + 5)])  # type: ignore[arg-type]
-    source = FileSource(model, opener=faults.open, part_bytes=PAGE_BYTES)
+    source = FileSource(model, part_bytes=PAGE_BYTES)
+    PlaneFaults(source, Fault(kind, path, extent.offset + 2 * PAGE_BYTES + 5))  # type: ignore[arg-type]
     assert take_one(source, 2) == built.payloads[ExpertKey(1, 2)]
     stats = source.stats()
     assert (stats.reads, stats.retries, stats.read_bytes) == (2, 1, 2 * extent.stored_bytes)
@@ -67,7 +43,8 @@ def test_one_bad_part_costs_one_read_of_the_whole(built: Built, model: Container
 def test_a_part_that_stays_bad_names_its_place(built: Built, model: Container) -> None:
     path, extent = built.piece(1, 2)
     bad = extent.offset + 2 * PAGE_BYTES
-    source = FileSource(model, opener=DriveFaults([Fault("eio", path, bad, times=2)]).open, part_bytes=PAGE_BYTES)
+    source = FileSource(model, part_bytes=PAGE_BYTES)
+    PlaneFaults(source, Fault("eio", path, bad, times=2))
     with pytest.raises(DriveError) as raised:
         take_one(source, 2)
     assert (raised.value.path, raised.value.layer, raised.value.expert) == (str(path), 1, 2)
@@ -82,8 +59,8 @@ def test_a_part_that_stays_bad_names_its_place(built: Built, model: Container) -
 def test_experts_come_one_after_the_other(built: Built, model: Container) -> None:
     """All threads work on the first expert before any is at the second: it comes while the others stall."""
     path, extent = built.piece(1, 1)
-    faults = DriveFaults([Fault("stall", path, extent.offset, times=100)])
-    source = FileSource(model, opener=faults.open, part_bytes=PAGE_BYTES, threads=2)
+    source = FileSource(model, part_bytes=PAGE_BYTES, threads=2)
+    faults = PlaneFaults(source, Fault("stall", path, extent.offset, times=100))
     stream = source.lease(1, [0, 1])
     assert next(stream).expert == 0
     faults.resume()

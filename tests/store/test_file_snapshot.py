@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,9 +11,9 @@ from safetensors import safe_open
 
 from k3.checkpoint.snapshot import Snapshot
 from k3.model.keys import ExpertKey
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
-from tests.support.faults import DriveFaults
+from tests.support.plane_faults import noisy
 from tests.support.source_suite import Opened, SourceSuite
 
 
@@ -35,13 +34,17 @@ def true_payloads(snapshot: Snapshot) -> dict[ExpertKey, bytes]:
 
 class _SnapshotSuite(SourceSuite):
     model: ClassVar[dict[str, Any]] = {}
-    options: ClassVar[dict[str, Any]] = {}
+    noise_seed: ClassVar[int | None] = None
 
     @pytest.fixture
     def opened(self, tmp_path: Path) -> Iterator[Opened]:
         where = write_snapshot(SyntheticModel(layers=3, experts=6, vision=False, **self.model), tmp_path)
         snapshot = Snapshot.open([where])
-        open_source = partial(FileSource, snapshot, working_slots=12, **self.options)
+
+        def open_source(*, debug: bool = False) -> FileSource:
+            source = FileSource(snapshot, working_slots=12, debug=debug)
+            return source if self.noise_seed is None else noisy(source, 0.33, self.noise_seed)
+
         source = open_source()
         yield Opened(source, true_payloads(snapshot), open_source)
         source.close()
@@ -61,8 +64,8 @@ class TestScattered(_SnapshotSuite):
     model: ClassVar[dict[str, Any]] = {"expert_order": "scattered", "shards_per_layer": 2}
 
 
-class TestScatteredShortAndInterrupted(TestScattered):
-    options: ClassVar[dict[str, Any]] = {"opener": DriveFaults(noise=0.33, seed=4).open}
+class TestScatteredShortReads(TestScattered):
+    noise_seed = 4
 
 
 def test_bytes_without_a_digest_are_counted_as_unchecked(tmp_path: Path) -> None:

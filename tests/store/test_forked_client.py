@@ -13,6 +13,7 @@ from k3.base.errors import DaemonError
 from k3.model.keys import ExpertKey
 from k3.store.client.daemon_source import DaemonSource
 from k3.store.protocol.ring_layout import Op
+from tests.support.children import in_child
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside
 from tests.support.native_rig import client_of, make_world, serving
@@ -29,19 +30,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def daemon(built: Built, tmp_path: Path) -> Iterator[Inside]:
     with daemon_inside(tmp_path / "s", built.directories, quota=4, max_clients=2) as inside:
         yield inside
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Run something in a forked child; its exit code: 0 when it came to its end."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_child_that_leaves_a_lease_does_not_give_it_back(built: Built, daemon: Inside) -> None:

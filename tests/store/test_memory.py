@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from k3.model.keys import ExpertKey
-from k3.store.local.memory_source import MemorySource
+from k3.store.lending.memory_source import MemorySource
 from tests.support.source_suite import Opened, SourceSuite
 
 PAYLOADS = {

@@ -22,36 +22,31 @@ from tests.support.faults import STALL_MS
 from tests.support.native_rig import Client, World, client_of, make_world, serving
 from tests.support.waiting import wait_until
 
-IOS = ["threads", "uring"]
-
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return make_world(tmp_path, roots=2)
 
 
-@pytest.mark.parametrize("io", IOS)
-def test_an_error_that_happens_once_is_read_again(world: World, io: str) -> None:
-    with serving(world, io=io) as server, client_of(server, world) as client:
+def test_an_error_that_happens_once_is_read_again(world: World) -> None:
+    with serving(world) as server, client_of(server, world) as client:
         server.inject("error", file=1, times=1, argument=errno.EIO)
         client.lease(0, [0])
         roots = server.stats()["roots"]
         assert [(root["errors"], root["re_reads"]) for root in roots] == [(0, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("io", IOS)
-def test_a_flip_that_happens_once_is_read_again(world: World, io: str) -> None:
-    with serving(world, io=io) as server, client_of(server, world) as client:
+def test_a_flip_that_happens_once_is_read_again(world: World) -> None:
+    with serving(world) as server, client_of(server, world) as client:
         server.inject("flip", file=0, times=1, seed=3)
         client.lease(0, [0])
         roots = server.stats()["roots"]
         assert [(root["errors"], root["re_reads"]) for root in roots] == [(1, 1), (0, 0)]
 
 
-@pytest.mark.parametrize("io", IOS)
-def test_an_error_that_stays_is_told_with_its_place(world: World, io: str) -> None:
+def test_an_error_that_stays_is_told_with_its_place(world: World) -> None:
     file, offset, stored_bytes = world.places[1, 4][1]
-    with serving(world, io=io) as server, client_of(server, world) as client, client_of(server, world) as other:
+    with serving(world) as server, client_of(server, world) as client, client_of(server, world) as other:
         server.inject("error", file=file, begin=offset, end=offset + stored_bytes, argument=errno.EIO)
         server.inject("stall", times=1, argument=50)
         client.ask(1, [4])
@@ -68,20 +63,19 @@ def test_an_error_that_stays_is_told_with_its_place(world: World, io: str) -> No
         assert client.lease(1, [4])[0].source == Source.READ
 
 
-@pytest.mark.parametrize("io", IOS)
-def test_damage_is_told_with_its_place(world: World, io: str) -> None:
+def test_damage_is_told_with_its_place(world: World) -> None:
     file, offset, _ = world.places[2, 7][0]
     with open(world.paths[file][1], "r+b") as damaged:
         damaged.seek(offset + 5)
         byte = damaged.read(1)
         damaged.seek(offset + 5)
         damaged.write(bytes([byte[0] ^ 1]))
-    with serving(world, io=io) as server, client_of(server, world) as client:
+    with serving(world) as server, client_of(server, world) as client:
         client.ask(2, [7])
         (answer,) = client.take(1)
         assert (answer.status, answer.file, answer.file_offset) == (Status.DAMAGED, file, offset)
         assert server.stats()["slots"]["free"] == 16
-    with serving(world, io=io, verify="never") as server, client_of(server, world) as client:
+    with serving(world, verify="never") as server, client_of(server, world) as client:
         client.ask(2, [7])
         assert client.take(1)[0].status == Status.OK  # as asked for: nothing was compared
 
@@ -98,17 +92,14 @@ def test_verify_first_checks_an_expert_once(tmp_path: Path) -> None:
 VERIFY: list[Verify] = ["always", "first", "never"]
 
 
-@pytest.mark.parametrize("io", IOS)
 @pytest.mark.parametrize("how", ["renamed over", "written over"])
 @pytest.mark.parametrize("verify", VERIFY)
-def test_other_bytes_in_a_file_that_was_checked_are_not_served(
-    tmp_path: Path, verify: Verify, how: str, io: str
-) -> None:
+def test_other_bytes_in_a_file_that_was_checked_are_not_served(tmp_path: Path, verify: Verify, how: str) -> None:
     """Of the same size; also where nothing, or nothing more than once, is checked: those are other bytes."""
     world = make_world(tmp_path, layers=2, experts=4, payload_bytes=3 * 4096)
     path = world.paths[0][1]
     with (
-        serving(world, io=io, verify=verify, slots=1, max_clients=1, quota=1, open_files=1) as server,
+        serving(world, verify=verify, slots=1, max_clients=1, quota=1, open_files=1) as server,
         client_of(server, world) as client,
     ):
         for expert in range(4):
@@ -149,10 +140,9 @@ def test_a_replaced_file_is_checked_once_more_and_not_for_ever(tmp_path: Path) -
         assert (stats["roots"][0]["errors"], stats["roots"][0]["re_reads"]) == (0, 0)
 
 
-@pytest.mark.parametrize("io", IOS)
-def test_a_pipe_in_place_of_a_file_is_an_error_and_no_hang(world: World, io: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_an_error_and_no_hang(world: World) -> None:
     path = world.paths[0][1]
-    with serving(world, io=io, open_files=1) as server, client_of(server, world) as client:
+    with serving(world, open_files=1) as server, client_of(server, world) as client:
         client.give_back(client.lease(1, [0]))
         path.unlink()
         os.mkfifo(path)
@@ -161,12 +151,11 @@ def test_a_pipe_in_place_of_a_file_is_an_error_and_no_hang(world: World, io: str
         assert (answer.status, answer.error) == (Status.IO_ERROR, errno.EINVAL)
 
 
-@pytest.mark.parametrize("io", IOS)
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("short_bytes", [1, 100, 4096, 5000])
-def test_short_reads_are_gone_on_with(tmp_path: Path, io: str, direct: bool, short_bytes: int) -> None:
+def test_short_reads_are_gone_on_with(tmp_path: Path, direct: bool, short_bytes: int) -> None:
     world = make_world(tmp_path, layers=1, experts=2, payload_bytes=15_000, unaligned=2)
-    with serving(world, io=io, direct=direct) as server, client_of(server, world) as client:
+    with serving(world, direct=direct) as server, client_of(server, world) as client:
         server.inject("short", argument=short_bytes, probability=0.7 if short_bytes == 1 else 1, seed=1)
         client.lease(0, [0, 1])
         assert server.stats()["faults"] > 2
@@ -212,22 +201,20 @@ def test_a_chunk_that_fails_while_others_are_hashed(tmp_path: Path, kind: FaultK
         assert server.stats()["roots"][0]["errors"] == times
 
 
-@pytest.mark.parametrize("io", IOS)
-def test_a_file_that_ends_early(world: World, io: str) -> None:
+def test_a_file_that_ends_early(world: World) -> None:
     file, offset, _ = world.places[0, 7][0]
-    with serving(world, io=io) as server, client_of(server, world) as client:
+    with serving(world) as server, client_of(server, world) as client:
         os.truncate(world.paths[file][1], offset + 100)
         client.ask(0, [7])
         (answer,) = client.take(1)
         assert (answer.status, answer.file, answer.error) == (Status.IO_ERROR, file, errno.ENODATA)
 
 
-@pytest.mark.parametrize("io", IOS)
-def test_a_file_that_was_replaced_by_a_sound_one_is_opened_again(world: World, io: str) -> None:
+def test_a_file_that_was_replaced_by_a_sound_one_is_opened_again(world: World) -> None:
     path = world.paths[0][1]
     good = path.read_bytes()
     path.write_bytes(bytes(len(good)))
-    with serving(world, io=io, open_files=1) as server, client_of(server, world) as client:
+    with serving(world, open_files=1) as server, client_of(server, world) as client:
         client.ask(0, [0])
         assert client.take(1)[0].status == Status.DAMAGED
         path.rename(path.with_name("bad"))
@@ -246,12 +233,11 @@ def test_more_files_than_descriptors(tmp_path: Path) -> None:
             assert server.stats()["open_files"] <= 4
 
 
-@pytest.mark.parametrize("io", IOS)
-def test_a_stalled_drive_holds_up_only_what_lies_on_it(tmp_path: Path, io: str) -> None:
+def test_a_stalled_drive_holds_up_only_what_lies_on_it(tmp_path: Path) -> None:
     world = make_world(tmp_path, layers=2, experts=4, roots=1)
     for number, (_, path) in enumerate(world.paths):  # one layer per drive
         world.paths[number] = (number, path)
-    with serving(world, io=io) as server, client_of(server, world) as client:
+    with serving(world) as server, client_of(server, world) as client:
         server.inject("stall", file=0, argument=STALL_MS)
         client.ask(0, [0], tag=1)
         client.ask(1, [0], tag=2)
@@ -261,12 +247,11 @@ def test_a_stalled_drive_holds_up_only_what_lies_on_it(tmp_path: Path, io: str) 
         assert [answer.tag for answer in client.take(1)] == [1]
 
 
-@pytest.mark.parametrize("io", IOS)
 @pytest.mark.parametrize("seed", range(3))
-def test_random_faults_under_load(tmp_path: Path, io: str, seed: int) -> None:
+def test_random_faults_under_load(tmp_path: Path, seed: int) -> None:
     """Every answer is the right bytes or an error; afterwards nothing is held, filling or lost."""
     world = make_world(tmp_path, layers=3, experts=10, roots=2, payload_bytes=40_000)
-    with serving(world, io=io, slots=12, max_clients=3, quota=3, io_depth=3) as server:
+    with serving(world, slots=12, max_clients=3, quota=3, io_depth=3) as server:
         server.inject("error", probability=0.1, argument=errno.EIO, seed=seed)
         server.inject("flip", probability=0.1)
         server.inject("short", probability=0.2, argument=5000)
@@ -304,87 +289,6 @@ def test_random_faults_under_load(tmp_path: Path, io: str, seed: int) -> None:
         assert stats["slots"]["free"] + stats["slots"]["cached"] == 12
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (425, errno.EPERM),  # io_uring_setup under seccomp, as container runtimes have it
-        (425, errno.ENOSYS),  # a kernel without it
-        (425, errno.ENOMEM),  # a kernel that counts it as locked memory, at a small RLIMIT_MEMLOCK
-        (426, errno.EPERM),  # io_uring_enter: a filter that knows only half
-    ],
-)
-def test_without_io_uring_threads_read_and_the_log_says_so_once(tmp_path: Path, call: int, error: int) -> None:
-    """Under a seccomp filter that answers the system call with that error."""
-    script = textwrap.dedent("""
-        import ctypes, logging, struct, sys
-        from pathlib import Path
-        from tests.support.native_rig import client_of, make_world, serving
-
-        libc = ctypes.CDLL(None, use_errno=True)
-        program = b"".join(struct.pack("<HBBI", *line) for line in (
-            (0x20, 0, 0, 0),                             # load the system call's number
-            (0x15, 0, 1, int(sys.argv[2])),              # the one in question?
-            (0x06, 0, 0, 0x00050000 | int(sys.argv[3])), # refuse it
-            (0x06, 0, 0, 0x7FFF0000)))                   # allow everything else
-        buffer = ctypes.create_string_buffer(program)
-        header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-        assert libc.prctl(38, 1, 0, 0, 0) == 0
-        assert libc.prctl(22, 2, header, 0, 0) == 0
-        logging.basicConfig(format="%(levelname)s %(message)s")
-        world = make_world(Path(sys.argv[1]), roots=2)
-        with serving(world, io="uring") as server, client_of(server, world) as client:
-            assert server.io == "threads"
-            client.lease(0, [0, 1])
-    """)
-    root = str(Path(__file__).parents[2])
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), str(call), str(error)], capture_output=True, text=True,
-        timeout=60, cwd=root, env={**os.environ, "PYTHONPATH": root},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.startswith("WARNING")]
-    assert len(lines) == 1
-    assert "io_uring cannot be used" in lines[0]
-    assert os.strerror(error) in lines[0]
-
-
-def test_an_io_uring_that_is_refused_while_it_is_used_fails_its_reads_only(tmp_path: Path) -> None:
-    """A filter for all threads, once the drives are reading: leases end in its errno, nothing ends the process."""
-    script = textwrap.dedent("""
-        import ctypes, errno, struct, sys
-        from pathlib import Path
-        from tests.support.native_rig import client_of, make_world, serving
-        from k3.store.protocol.ring_layout import Status
-
-        libc = ctypes.CDLL(None, use_errno=True)
-        program = b"".join(struct.pack("<HBBI", *line) for line in (
-            (0x20, 0, 0, 0), (0x15, 0, 1, 426), (0x06, 0, 0, 0x00050000 | errno.EPERM), (0x06, 0, 0, 0x7FFF0000)))
-        buffer = ctypes.create_string_buffer(program)
-        header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-        world = make_world(Path(sys.argv[1]), roots=2)
-        with serving(world, io="uring") as server, client_of(server, world) as client:
-            assert server.io == "uring"
-            held = client.lease(0, [0])
-            assert libc.prctl(38, 1, 0, 0, 0) == 0
-            assert libc.syscall(317, 1, 1, header) == 0  # seccomp, SECCOMP_SET_MODE_FILTER, for all threads
-            for turn in range(5):
-                client.ask(1, [turn])
-                (answer,) = client.take(1)
-                # The first may go to a ring that waits in the kernel already.
-                assert answer.status == Status.IO_ERROR or turn == 0, answer.status
-                assert answer.status == Status.OK or answer.error == errno.EPERM
-                if answer.status == Status.OK:
-                    client.give_back([answer])
-            client.check(held[0])
-    """)
-    root = str(Path(__file__).parents[2])
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, cwd=root,
-        env={**os.environ, "PYTHONPATH": root},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-
-
 def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import sys
@@ -393,7 +297,7 @@ def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) ->
         from k3.base.errors import UnsupportedError
 
         world = make_world(Path(sys.argv[1]), layers=60, experts=2, payload_bytes=700)
-        with serving(world, io=sys.argv[2], slots=140, max_clients=64) as server:
+        with serving(world, slots=140, max_clients=64) as server:
             clients = []
             try:
                 while True:
@@ -412,14 +316,11 @@ def test_a_limit_of_64_descriptors_and_64_kb_of_locked_memory(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 
-    for io in IOS:
-        folder = tmp_path / io
-        folder.mkdir()
-        result = subprocess.run(
-            [sys.executable, "-c", script, str(folder), io], capture_output=True, text=True, timeout=60,
-            cwd=root, env={**os.environ, "PYTHONPATH": root}, preexec_fn=limit,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60,
+        cwd=root, env={**os.environ, "PYTHONPATH": root}, preexec_fn=limit,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_throttled_drive_has_its_rate(tmp_path: Path) -> None:
@@ -442,9 +343,9 @@ def test_no_descriptor_and_no_thread_is_left(tmp_path: Path, caplog: pytest.LogC
     def count() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
-    def use(io: str) -> None:
+    def use() -> None:
         server: NativeServer
-        with serving(world, io=io) as server:
+        with serving(world) as server:
             clients = [Client(server, world) for _ in range(3)]
             for client in clients:
                 client.lease(0, [0, 1])
@@ -453,22 +354,21 @@ def test_no_descriptor_and_no_thread_is_left(tmp_path: Path, caplog: pytest.LogC
         for client in clients[1:]:
             client.close()
 
-    use("threads")
+    use()
     before = count()
     with caplog.at_level(logging.WARNING):
-        for io in IOS * 3:
-            use(io)
+        for _ in range(3):
+            use()
     assert count() == before
     assert caplog.records == []
 
 
 def test_closing_in_the_middle_of_reads(tmp_path: Path) -> None:
     world = make_world(tmp_path, layers=1, experts=16, payload_bytes=300_000)
-    for io in IOS:
-        with serving(world, io=io, slots=32, quota=16, max_clients=1) as server:
-            client = Client(server, world)
-            server.inject("stall", argument=5)
-            client.ask(0, list(range(16)))
-            client.take(2)
-            client.ask(0, list(range(16)), op=Op.PREFETCH)
-        client.close()
+    with serving(world, slots=32, quota=16, max_clients=1) as server:
+        client = Client(server, world)
+        server.inject("stall", argument=5)
+        client.ask(0, list(range(16)))
+        client.take(2)
+        client.ask(0, list(range(16)), op=Op.PREFETCH)
+    client.close()

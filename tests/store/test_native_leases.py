@@ -46,12 +46,11 @@ def server(world: World) -> Iterator[NativeServer]:
         yield running
 
 
-@pytest.mark.parametrize("io", ["threads", "uring"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("direct", [True, False])
-def test_every_expert_arrives_as_it_is_stored(tmp_path: Path, shape: str, io: str, direct: bool) -> None:
+def test_every_expert_arrives_as_it_is_stored(tmp_path: Path, shape: str, direct: bool) -> None:
     world = make_world(tmp_path, **SHAPES[shape])
-    with serving(world, io=io, direct=direct) as server, client_of(server, world) as client:
+    with serving(world, direct=direct) as server, client_of(server, world) as client:
         for layer in world.pieces:
             for expert in world.experts(layer):
                 client.give_back(client.lease(layer, [expert]))
@@ -461,7 +460,6 @@ def test_settings_that_contradict_each_other_are_refused_with_numbers() -> None:
         ({"quota": 600, "slots": 4000}, "half the ring's entries"),
         ({"policy": "magic"}, "no policy is called magic"),
         ({"policy": "pin-lru", "pins": ((0, 0),)}, "1 pins, but only 0 slots"),
-        ({"io": "telepathy"}, "io must be one of"),
         ({"entries": 1000}, "power of two"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -32,7 +32,7 @@ def unit(name: str, section: str) -> dict[str, list[str]]:
 def test_the_service() -> None:
     service = unit("k3-store.service", "Service")
     assert service["Type"] == ["notify"]
-    assert {"LimitMEMLOCK", "LimitNOFILE", "WatchdogSec", "Restart"} <= set(service)
+    assert {"LimitNOFILE", "WatchdogSec", "Restart"} <= set(service)
     program, command, *options = service["ExecStart"][0].split()
     assert (program, command) == ("k3-store", "serve")
     told = CliRunner().invoke(main, ["serve", "--help"]).stdout
@@ -56,7 +56,7 @@ def test_the_service_may_do_little() -> None:
     assert service["IPAddressDeny"] == ["any"]
     assert service["IPAddressAllow"] == ["localhost"]
     filters = service["SystemCallFilter"]
-    assert filters[0] == "@system-service @aio"
+    assert filters[0] == "@system-service"
     assert {"~@privileged", "~@resources"} <= set(filters)
     assert "prlimit64" in filters[-1]  # the soft limit of descriptors is raised
 

@@ -13,7 +13,7 @@ from k3.base.errors import DaemonError, DriveError, ExpertError
 from k3.container.reader import Container
 from k3.model.keys import ExpertKey
 from k3.store.client.daemon_source import DaemonSource
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.store.source import BudgetError
 from tests.support.containers import Built, build_container
 from tests.support.daemons import Inside, daemon_inside, daemon_outside

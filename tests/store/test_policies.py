@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from k3.store import _store
-from k3.store.local import eviction
-from k3.store.routing.policies import MODELS, Key, Policy, PolicyModel, make_model
+from tests.support.policy_models import MODELS, Key, Policy, PolicyModel, divide, make_model
 
 MakePolicy: TypeAlias = Callable[[str, int, dict[int, int], list[Key]], Policy]
 
@@ -25,7 +24,20 @@ def test_both_know_the_same_policies() -> None:
 
 @given(st.integers(0, 60), st.dictionaries(st.integers(0, 9), st.integers(0, 12), max_size=6))
 def test_both_divide_the_room_alike(slots: int, counts: dict[int, int]) -> None:
-    assert _store.divide(slots, counts) == eviction.divide(slots, counts)
+    assert _store.divide(slots, counts) == divide(slots, counts)
+
+
+@given(st.integers(0, 200), st.dictionaries(st.integers(0, 9), st.integers(0, 20), max_size=6))
+def test_division_uses_every_slot_that_can_be_used(slots: int, counts: dict[int, int]) -> None:
+    quotas = _store.divide(slots, counts)
+    assert set(quotas) == set(counts)
+    assert all(0 <= quotas[layer] <= counts[layer] for layer in counts)
+    assert sum(quotas.values()) == min(slots, sum(counts.values()))
+    open_layers = [quotas[layer] for layer in counts if quotas[layer] < counts[layer]]
+    full_layers = [quotas[layer] for layer in counts if quotas[layer] == counts[layer]]
+    if open_layers:  # even among those that could take more, and no full layer got more than its share
+        assert max(open_layers) - min(open_layers) <= 1
+        assert max(full_layers, default=0) <= min(open_layers) + 1
 
 
 class PolicyMachine(RuleBasedStateMachine):

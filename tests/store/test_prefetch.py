@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -12,21 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from k3.base.direct_io import ReadFile
 from k3.base.errors import DamageError
 from k3.base.pages import PAGE_BYTES
 from k3.container.reader import Container
-from k3.model.keys import ExpertKey, Extent
-from k3.store.local.fetch import Piece
-from k3.store.local.file_source import FileSource
-from k3.store.local.flights import Flight, FlightQueue, Job
+from k3.model.keys import ExpertKey
+from k3.store.lending.file_source import FileSource
 from tests.support.containers import Built, build_container, flip
-from tests.support.faults import DriveFaults, Fault
+from tests.support.faults import Fault
+from tests.support.plane_faults import PlaneFaults, noisy
 from tests.support.source_suite import run_threads
-from tests.support.waiting import wait_until
+from tests.support.waiting import threads_here, wait_until
 
 EXPERTS = 5
 
@@ -46,25 +41,6 @@ def hold_everything(source: FileSource, layer: int, count: int) -> None:
     """As many leases at once as the source has room for: none was lost."""
     for lease in list(source.lease(layer, range(count))):
         lease.release()
-
-
-class Gate:
-    """A drive on which every read waits for `open`, and which notes the order in which reads begin."""
-
-    def __init__(self) -> None:
-        self.begun: list[int] = []
-        self._gate = threading.Event()
-
-    def opener(self, path: Path, direct: bool) -> ReadFile:
-        return ReadFile(path, direct=direct, preadv=self._preadv)
-
-    def open(self) -> None:
-        self._gate.set()
-
-    def _preadv(self, fd: int, buffers: Any, offset: int) -> int:
-        self.begun.append(offset)
-        assert self._gate.wait(60)
-        return os.preadv(fd, buffers, offset)
 
 
 def test_a_prefetched_expert_is_there_when_it_is_asked_for(built: Built, model: Container) -> None:
@@ -88,36 +64,38 @@ def test_without_room_for_prefetches_nothing_is_read(built: Built, model: Contai
 
 
 def test_an_expert_asked_for_while_it_is_prefetched_is_read_once(built: Built, model: Container) -> None:
-    gate = Gate()
-    source = FileSource(model, prefetch_slots=1, opener=gate.opener, part_bytes=PAGE_BYTES, threads=2)
+    source = FileSource(model, prefetch_slots=1, part_bytes=PAGE_BYTES, threads=2)
+    faults = PlaneFaults(source, Fault("stall", times=100))
     source.prefetch(1, [2])
-    wait_until(lambda: len(gate.begun) == 1)
+    wait_until(lambda: len(faults.begun) == 1)
     stream = source.lease(1, [2])
-    wait_until(lambda: len(gate.begun) == 2)  # no longer a guess, so no longer one thread's work
-    gate.open()
+    wait_until(lambda: len(faults.begun) == 2)  # no longer a guess, so no longer one thread's work
+    begun = faults.begun
+    assert len(begun) == len(set(begun))
+    faults.resume()
     with next(stream) as lease:
         assert lease.payload.tobytes() == built.payloads[ExpertKey(1, 2)]
     stats = source.stats()
     assert (stats.hits, stats.joined, stats.misses, stats.reads) == (0, 1, 0, 1)
     assert (stats.prefetched, stats.prefetch_hits) == (1, 1)
-    assert len(gate.begun) == len(set(gate.begun))
     source.close()
 
 
 def test_what_is_asked_for_goes_before_guesses(built: Built, model: Container) -> None:
     """One thread: a guess of two experts waits, half read, until everything asked for has been begun."""
-    gate = Gate()
-    source = FileSource(model, prefetch_slots=2, opener=gate.opener, part_bytes=2 * PAGE_BYTES, threads=1)
+    source = FileSource(model, prefetch_slots=2, part_bytes=2 * PAGE_BYTES, threads=1)
+    faults = PlaneFaults(source, Fault("stall"))
     source.prefetch(1, [0, 1])
-    wait_until(lambda: len(gate.begun) == 1)
+    wait_until(lambda: len(faults.begun) == 1)
     stream = source.lease(1, [3, 4])
-    gate.open()
+    faults.watch()
+    faults.resume_begun()
     held = list(stream)
     wait_until(lambda: source.stats().reads == 4)
     places = [built.piece(1, expert)[1] for expert in range(EXPERTS)]
     order = [
         next(number for number, extent in enumerate(places) if 0 <= at - extent.offset < extent.stored_bytes)
-        for at in gate.begun
+        for at in faults.begun
     ]
     assert [expert for expert, _ in itertools.groupby(order)] == [0, 3, 4, 0, 1]
     for lease in held:
@@ -128,25 +106,26 @@ def test_what_is_asked_for_goes_before_guesses(built: Built, model: Container) -
 def test_guesses_leave_a_thread_for_what_is_asked_for(built: Built, model: Container) -> None:
     """A drive on which every guess hangs: one thread is still there for others."""
     path, _ = built.piece(1, 0)
-    faults = DriveFaults([Fault("stall", path, times=100)])
-    source = FileSource(model, prefetch_slots=4, opener=faults.open, threads=4)
+    source = FileSource(model, prefetch_slots=4, threads=4)
+    faults = PlaneFaults(source, Fault("stall", path, times=100))
     source.prefetch(1, [0, 1, 2, 3])
-    wait_until(lambda: len(faults.struck) == 3)
+    wait_until(lambda: faults.struck == 3)
     take(source, built, 2, list(range(EXPERTS)))
-    assert len(faults.struck) == 3
+    assert faults.struck == 3
     faults.resume()
     take(source, built, 1, list(range(EXPERTS)))
     source.close()
 
 
 def test_a_hint_taken_back_frees_its_room(built: Built, model: Container) -> None:
-    gate = Gate()
-    source = FileSource(model, prefetch_slots=2, opener=gate.opener, part_bytes=PAGE_BYTES, threads=2)
+    source = FileSource(model, prefetch_slots=2, part_bytes=PAGE_BYTES, threads=2)
+    faults = PlaneFaults(source, Fault("stall", times=100))
     cancel = source.prefetch(1, [0, 1])
-    wait_until(lambda: len(gate.begun) == 1)
+    wait_until(lambda: len(faults.begun) == 1)
     cancel()  # one part is being read; no more are
-    gate.open()
+    faults.resume()
     wait_until(lambda: source.stats().read_bytes == PAGE_BYTES)
+    assert source.stats().prefetched == 1, "of the other, nothing had begun"
     take(source, built, 1, list(range(EXPERTS)))
     stats = source.stats()
     assert (stats.misses + stats.joined, stats.hits, stats.prefetch_hits) == (EXPERTS, 0, stats.joined)
@@ -158,13 +137,13 @@ def test_a_hint_taken_back_frees_its_room(built: Built, model: Container) -> Non
 
 
 def test_a_guess_that_was_dropped_half_read_can_still_be_asked_for(built: Built, model: Container) -> None:
-    gate = Gate()
-    source = FileSource(model, prefetch_slots=1, opener=gate.opener, part_bytes=PAGE_BYTES, threads=2)
+    source = FileSource(model, prefetch_slots=1, part_bytes=PAGE_BYTES, threads=2)
+    faults = PlaneFaults(source, Fault("stall", times=100))
     cancel = source.prefetch(1, [2])
-    wait_until(lambda: len(gate.begun) == 1)
+    wait_until(lambda: len(faults.begun) == 1)
     cancel()
     stream = source.lease(1, [2])
-    gate.open()
+    faults.resume()
     with next(stream) as lease:
         assert lease.payload.tobytes() == built.payloads[ExpertKey(1, 2)]
     assert (source.stats().joined, source.stats().reads) == (1, 1)
@@ -207,14 +186,14 @@ def test_a_damaged_guess_is_told_to_whoever_asks(built: Built, model: Container)
 
 
 def test_closing_with_guesses_under_way(model: Container) -> None:
-    before = threading.active_count()
-    gate = Gate()
-    source = FileSource(model, prefetch_slots=3, opener=gate.opener)
+    before = threads_here()
+    source = FileSource(model, prefetch_slots=3)
+    faults = PlaneFaults(source, Fault("stall", times=100))
     cancel = source.prefetch(1, [0, 1, 2])
-    threading.Timer(0.05, gate.open).start()
+    threading.Timer(0.05, faults.resume).start()
     source.close()
     cancel()
-    wait_until(lambda: threading.active_count() <= before)
+    wait_until(lambda: threads_here() <= before)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -222,9 +201,10 @@ def test_a_long_random_life_with_prefetches(built: Built, model: Container, seed
     """Four threads, noise, hints taken back or not, streams given up: always the right bytes, no room lost."""
     slot_bytes = FileSource(model).stats().slot_bytes
     source = FileSource(
-        model, opener=DriveFaults(noise=0.1, seed=seed).open, working_slots=6, prefetch_slots=1 + seed,
-        cache_bytes=seed * slot_bytes, threads=3, part_bytes=PAGE_BYTES,
+        model, working_slots=6, prefetch_slots=1 + seed, cache_bytes=seed * slot_bytes, threads=3,
+        part_bytes=PAGE_BYTES,
     )  # fmt: skip
+    noisy(source, 0.1, seed)
 
     def work(number: int) -> None:
         dice = random.Random(10 * seed + number)
@@ -251,60 +231,3 @@ def test_a_long_random_life_with_prefetches(built: Built, model: Container, seed
     hold_everything(source, 1, EXPERTS)
     hold_everything(source, 2, EXPERTS)
     source.close()
-
-
-# The queue alone, against what it promises
-
-
-@settings(deadline=None)
-@given(
-    steps=st.lists(
-        st.tuples(st.sampled_from(["ask", "guess", "read", "end", "promote", "drop"]), st.integers(0, 9))
-    )
-)
-def test_the_queue_reads_every_part_once_and_guesses_last(steps: list[tuple[str, int]]) -> None:
-    queue: FlightQueue[int] = FlightQueue(2)
-    flights: list[Flight[int]] = []
-    running: list[Job[int]] = []
-    for what, number in steps:
-        guesses = [flight for flight in flights if flight.guess is not None and not flight.is_dropped]
-        if what in ("ask", "guess"):
-            pages = 1 + number % 3
-            piece = Piece(
-                Extent(Path("x"), 0, pages * PAGE_BYTES, pages * PAGE_BYTES, None), 0, pages * PAGE_BYTES
-            )
-            guess = object() if what == "guess" else None
-            flights.append(Flight(ExpertKey(1, len(flights)), 0, [piece], PAGE_BYTES, check=False, guess=guess))
-            queue.add(flights[-1])
-        elif what == "read":
-            asked = [flight for flight in flights if flight.guess is None and flight.unread]
-            job = queue.next()
-            if asked:
-                assert job is not None
-                assert job.flight.guess is None
-            elif job is not None:
-                assert job.is_guess
-                assert sum(other.is_guess for other in running) < 2
-            else:
-                assert sum(other.is_guess for other in running) == 2 or not any(f.unread for f in guesses)
-            if job is not None:
-                running.append(job)
-        elif what == "end" and running:
-            job = running.pop(number % len(running))
-            gone = queue.done(job)
-            assert gone == (job.flight.is_dropped and all(other.flight is not job.flight for other in running))
-        elif what == "promote" and guesses:
-            flight = guesses[number % len(guesses)]
-            assert queue.promote(flight) == len(flight.unread)
-        elif what == "drop" and any(flight.unread for flight in guesses):
-            flight = next(flight for flight in guesses if flight.unread)
-            assert queue.drop(flight) == all(job.flight is not flight for job in running)
-    while (job := queue.next()) is not None:
-        queue.done(job)
-    for job in running:
-        queue.done(job)
-    while (job := queue.next()) is not None:
-        queue.done(job)
-    for flight in flights:
-        assert flight.is_dropped or not flight.unread
-        assert flight.running == 0

@@ -19,7 +19,7 @@ from k3.model.architecture import ModelConfig
 from k3.model.model_source import ModelSource
 from k3.model.tensor_names import needed_names
 from k3.model.tensor_recipe import Recipe
-from k3.store.local.file_source import FileSource
+from k3.store.lending.file_source import FileSource
 from k3.store.source import ExpertSource
 
 VECTORS = Path(__file__).parents[1] / "vectors"

@@ -62,7 +62,7 @@ class DriveFaults:
         self.calls = 0
 
     def open(self, path: Path, direct: bool) -> ReadFile:
-        """Open a file on this drive; fits `FileSource(opener=...)`."""
+        """Open a file on this drive; fits `DenseLoad(opener=...)`."""
 
         def preadv(fd: int, buffers: Sequence[Any], offset: int) -> int:
             return self._preadv(path, fd, buffers, offset)

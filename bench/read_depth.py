@@ -1,13 +1,12 @@
-"""Threads with pread against io_uring: cold reads of K3-sized experts through the data plane, by depth.
+"""Cold reads of K3-sized experts through the data plane, by the number of reads in progress at once.
 
-    python bench/io_engines.py FOLDER [--experts 40] [--rounds 5] [--depths 1,2,4,8,16]
+    python bench/read_depth.py FOLDER [--experts 40] [--rounds 5] [--depths 1,2,4,8,16]
 
 Writes one file of experts (17,547,264 bytes each) into FOLDER, which must be on the drive in question, and reads
-all of them in random order with either engine: reads of 4 MiB, O_DIRECT, digests off, so that nothing but the
-reads differs. The engines take turns within a round; the table has the median over the rounds of GB/s and of CPU
-seconds (this whole process, reading threads included) per GB, beside a plain loop of os.preadv threads at the same
-depth. All of them read into huge pages. Refuses to report numbers when the file cannot be read with O_DIRECT, or
-when the engines' arena is not in huge pages for the most part.
+all of them in random order: reads of 4 MiB, O_DIRECT, digests off. The data plane and a plain loop of os.preadv
+threads at the same depth take turns within a round; the table has the median over the rounds of GB/s and of CPU
+seconds (this whole process, reading threads included) per GB. Both read into huge pages. Refuses to report
+numbers when the file cannot be read with O_DIRECT, or when the arena is not in huge pages for the most part.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 
 from k3.base.direct_io import ReadFile
 from k3.base.page_buffers import huge_buffer, populate
-from k3.store.protocol.native import Io, NativeRing, NativeServer, ServerSettings, slot_bytes_for
+from k3.store.protocol.native import NativeRing, NativeServer, ServerSettings, slot_bytes_for
 from k3.store.protocol.ring_layout import Op
 
 EXPERT_BYTES = 17_547_264
@@ -35,13 +34,14 @@ WINDOW = 6  # experts asked for at once
 
 
 def main() -> None:
+    """Print a row and a JSON line for each depth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--depths", default="1,2,4,8,16")
     options = parser.parse_args()
-    path = options.folder / "io_engines.experts"
+    path = options.folder / "read_depth.experts"
     depths = [int(depth) for depth in options.depths.split(",")]
     try:
         write(path, options.experts)
@@ -55,6 +55,7 @@ def main() -> None:
 
 
 def write(path: Path, experts: int) -> None:
+    """Write a file of experts."""
     block = os.urandom(EXPERT_BYTES)
     with open(path, "wb") as file:
         for _ in range(experts):
@@ -63,10 +64,11 @@ def write(path: Path, experts: int) -> None:
 
 
 def report(path: Path, experts: int, rounds: int, depths: list[int]) -> None:
+    """Measure every depth in turn."""
     print(f"GB/s and CPU s/GB, median of {rounds}")
-    print(f"{'depth':>5}  {'plain loop':>17}  {'threads':>17}  {'io_uring':>17}")
+    print(f"{'depth':>5}  {'plain loop':>17}  {'data plane':>17}")
     for depth in depths:
-        rates: dict[str, list[float]] = {"plain": [], "threads": [], "uring": []}
+        rates: dict[str, list[float]] = {"plain": [], "plane": []}
         cpus: dict[str, list[float]] = {name: [] for name in rates}
         for number in range(rounds):
             order = np.random.default_rng(number).permutation(experts).tolist()
@@ -75,7 +77,7 @@ def report(path: Path, experts: int, rounds: int, depths: list[int]) -> None:
                 if name == "plain":
                     plain(path, order, depth, meter)
                 else:
-                    served(path, order, depth, name, meter)
+                    served(path, order, depth, meter)
                 gb = experts * EXPERT_BYTES / 1e9
                 rates[name].append(gb / meter.took_s)
                 cpus[name].append(meter.cpu_s / gb)
@@ -99,10 +101,10 @@ class Meter:
         return usage.ru_utime + usage.ru_stime
 
 
-def served(path: Path, order: list[int], depth: int, io: Io, meter: Meter) -> None:
+def served(path: Path, order: list[int], depth: int, meter: Meter) -> None:
     """Lease all experts once."""
     settings = ServerSettings(
-        slot_bytes=slot_bytes_for(EXPERT_BYTES), slots=WINDOW + 2, max_clients=1, quota=WINDOW + 2, io=io,
+        slot_bytes=slot_bytes_for(EXPERT_BYTES), slots=WINDOW + 2, max_clients=1, quota=WINDOW + 2,
         io_depth=depth, verify="never", policy="lru",
     )  # fmt: skip
     record = struct.Struct("<IIQQQ16s")
@@ -113,7 +115,6 @@ def served(path: Path, order: list[int], depth: int, io: Io, meter: Meter) -> No
         )
         server.set_layer(0, EXPERT_BYTES, [1] * len(order), records)
         server.start()
-        assert server.io == io, f"{io} cannot be had here"
         assert server.arena_huge_bytes > 0.9 * server.arena_bytes, "no huge pages to be had just now"
         grant = server.add_client("bench")
         ring = NativeRing(

@@ -1,7 +1,7 @@
 """The cache policies in words and in the plainest code: what the native ones must equal, step for step.
 
 `k3.store._store` runs the same five in C++; property tests drive both and compare every answer. These here look
-for a victim by going through all keys, so they are for tests and for reading, not for a daemon. Pure: no I/O, no
+for a victim by going through all keys. Pure: no I/O, no
 clock, no randomness. One thread.
 
 A policy holds at most `capacity` keys. A key is *held* while somebody reads it or waits for it, and free
@@ -13,7 +13,7 @@ lru
 pin-lru
     The same, but the keys named as pins never go once they are in.
 layer-lru
-    The room is divided among the layers (`eviction.divide`). For a newcomer whose layer has its share or more,
+    The room is divided among the layers (`divide`). For a newcomer whose layer has its share or more,
     held keys included, that layer's least recently used free key goes. Otherwise, or when that layer has no free
     key, the least recently used of the layers that have more than their share goes; if those have no free key,
     the least recently used of all.
@@ -37,14 +37,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from k3.store.local.eviction import divide
-
 Key = tuple[int, int]
 """Layer and expert."""
 
 
+def divide(slots: int, counts: Mapping[int, int]) -> dict[int, int]:
+    """Divide `slots` among layers as evenly as whole numbers allow, no layer getting more than it has experts.
+
+    `counts` maps layer to number of experts. Earlier layers get the odd ones. The sum is min(slots, all experts).
+    """
+    smallest_first = sorted(counts, key=lambda layer: (counts[layer], layer))
+    quotas = {}
+    left = slots
+    while smallest_first and counts[smallest_first[0]] <= left // len(smallest_first):
+        layer = smallest_first.pop(0)  # takes less than its share: the others divide what it leaves
+        quotas[layer] = counts[layer]
+        left -= counts[layer]
+    for index, layer in enumerate(sorted(smallest_first)):
+        share, odd = divmod(left, len(smallest_first))
+        quotas[layer] = share + (index < odd)
+    return quotas
+
+
 class Policy(Protocol):
-    """What the native policies and those of this module have in common."""
+    """The methods that the native policies and those of this module have in common."""
 
     @property
     def capacity(self) -> int:
@@ -53,16 +69,16 @@ class Policy(Protocol):
     def __len__(self) -> int: ...
 
     def contains(self, layer: int, expert: int) -> bool:
-        """Whether a key is in."""
+        """Return True if a key is in."""
 
     def held(self, layer: int, expert: int) -> bool:
-        """Whether a key is in and held."""
+        """Return True if a key is in and held."""
 
     def access(self, layer: int, expert: int) -> bool:
-        """The key is wanted now; whether it is in."""
+        """Note that a key is wanted now; return True if it is in."""
 
     def insert(self, layer: int, expert: int) -> list[Key]:
-        """Take in a key; which keys left for it.
+        """Take in a key; return those that left for it.
 
         ValueError when it is in already; RuntimeError, and nothing has changed, when no key may leave.
         """
@@ -82,7 +98,7 @@ class Policy(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of a key that is in. A key that was not accessed since it came in has `count` 0."""
+    """The record of a key that is in. A key that was not accessed since it came in has `count` 0."""
 
     used: int
     holds: int = 0
@@ -171,7 +187,7 @@ class PolicyModel:
         del self._entries[layer, expert]
 
     def tick(self) -> int:
-        """A stamp later than all before it."""
+        """Return a stamp later than all before it."""
         self._clock += 1
         return self._clock
 
@@ -186,20 +202,20 @@ class PolicyModel:
         return min(keys, key=lambda item: item[1].used, default=(None, None))[0]
 
     def victim(self, incoming: Key | None) -> Key | None:
-        """Which key goes, for a newcomer or for nobody in particular; None when none may."""
+        """Return the key that goes, for a newcomer or for nobody in particular; None when none may."""
         raise NotImplementedError
 
     def passing(self, layer: int) -> None:
-        """An expert of this layer is wanted, in or not."""
+        """Note that an expert of this layer is wanted, in or not."""
 
     def accessed(self, key: Key, entry: _Entry) -> None:
-        """A key that is in was accessed."""
+        """Note that a key that is in was accessed."""
 
     def joined(self, key: Key, entry: _Entry) -> None:
-        """A key came in."""
+        """Note that a key came in."""
 
     def left(self, key: Key, entry: _Entry) -> None:
-        """A key was evicted."""
+        """Note that a key was evicted."""
 
 
 class LruModel(PolicyModel):
@@ -208,7 +224,7 @@ class LruModel(PolicyModel):
     name = "lru"
 
     def victim(self, incoming: Key | None) -> Key | None:
-        """The free key used least recently."""
+        """Return the free key used least recently."""
         return self.least_recent(self.free())
 
 
@@ -224,7 +240,7 @@ class LayerLruModel(PolicyModel):
     name = "layer-lru"
 
     def victim(self, incoming: Key | None) -> Key | None:
-        """The newcomer's own layer pays if it has its share, else those that have more, else anybody."""
+        """Let the newcomer's own layer pay if it has its share, else those that have more, else anybody."""
         shares = divide(self._capacity, self._counts)
         present = dict.fromkeys(self._counts, 0)
         for key in self._entries:
@@ -238,7 +254,7 @@ class LayerLruModel(PolicyModel):
 
 
 class LeastStaleModel(PolicyModel):
-    """What its own layer passed over most often goes first."""
+    """The key that its own layer passed over most often goes first."""
 
     name = "least-stale"
 
@@ -253,15 +269,15 @@ class LeastStaleModel(PolicyModel):
         self._layer = layer
 
     def accessed(self, key: Key, entry: _Entry) -> None:
-        """Used in this visit."""
+        """Note that a key is used in this visit."""
         entry.visit = self._visits[key[0]]
 
     def joined(self, key: Key, entry: _Entry) -> None:
-        """Used in this visit."""
+        """Note that a key is used in this visit."""
         entry.visit = self._visits[key[0]]
 
     def victim(self, incoming: Key | None) -> Key | None:
-        """The stalest offer."""
+        """Return the stalest offer."""
         downwards = sorted(self._counts, reverse=True)
         order = [layer for layer in downwards if layer <= self._layer] + [
             layer for layer in downwards if layer > self._layer
@@ -330,7 +346,7 @@ MODELS: dict[str, type[PolicyModel]] = {
 
 
 def make_model(name: str, capacity: int, counts: Mapping[int, int], pins: Sequence[Key] = ()) -> PolicyModel:
-    """The policy of this name, empty. ValueError for an unknown name, no room, or pins that it does not take."""
+    """Return an empty policy of this name. ValueError for another name, no room, or pins that it does not take."""
     if name not in MODELS:
         raise ValueError(f"no policy is called {name!r}; there are {', '.join(MODELS)}")
     return MODELS[name](capacity, counts, pins)

@@ -1,6 +1,6 @@
 """The leases of one request as they arrive, for whichever source: `RequestStream` over a `StreamOwner`.
 
-A stream belongs to one thread at a time. One that is dropped without closing is left to its source as abandoned.
+A stream belongs to one thread at a time. One that is dropped without closing is forgotten by its source.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from typing import Generic, Protocol, TypeVar
 from k3.store._store import Lease, ReadyLeases
 
 R = TypeVar("R")
+_R = TypeVar("_R", contravariant=True)
 
 
-class StreamOwner(Protocol[R]):
-    """What a stream needs of its source."""
+class StreamOwner(Protocol[_R]):
+    """The part of a source that its streams call."""
 
-    abandoned: deque[R]
+    def take(self, request: _R) -> Lease:
+        """Return the next lease; StopIteration after the last."""
 
-    def take(self, request: R) -> Lease:
-        """The next lease; StopIteration after the last."""
-
-    def give_up(self, request: R) -> None:
+    def give_up(self, request: _R) -> None:
         """Give back what was not handed out."""
+
+    def forget(self, request: _R) -> None:
+        """Give back what a dropped stream has left. May be called anywhere, also inside the source's own lock."""
 
 
 class RequestStream(ReadyLeases, Generic[R]):
     """The leases of one request of a source, as they arrive. Leaving a with block closes it."""
 
     def __init__(self, source: StreamOwner[R], request: R, ready: deque[Lease] | None = None) -> None:
-        """What is in `ready` is handed out without asking the source, which in the end empties it when it is
-        closed."""
+        """Hand out the content of `ready` without asking the source, which empties it when it is closed."""
         super().__init__(deque() if ready is None else ready)
         self._is_over = False
         self._source = source
@@ -59,7 +60,6 @@ class RequestStream(ReadyLeases, Generic[R]):
         self.close()
 
     def __del__(self) -> None:
-        # May run anywhere, also inside the source's lock: only leave a note. Ctrl-C may have come before there
-        # was anything to note.
+        # Ctrl-C may have come before there was anything to give back.
         if hasattr(self, "_request") and not self._is_over:
-            self._source.abandoned.append(self._request)
+            self._source.forget(self._request)
