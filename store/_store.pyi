@@ -316,7 +316,7 @@ class Lending:
         """Ask for experts that were placed, in turn. ValueError when closed, OSError without threads."""
 
     def next(self, request: LoanRequest) -> tuple[int, int, int, int, int] | LoanFailure | NoRoom | None:
-        """Wait for the next one: layer, expert, slot, where in the memory and how many bytes. None: that was all.
+        """Wait for the next expert: layer, expert, slot, offset in the memory, bytes. None after the last.
 
         ValueError when closed.
         """
@@ -337,7 +337,7 @@ class Lending:
 
     @property
     def refused_direct(self) -> int:
-        """Files that were to be read past the page cache and could not be."""
+        """Return how many files were to be read past the page cache and could not be."""
 
     def close(self) -> None:
         """Begin nothing more; returns when the reads in progress have ended."""

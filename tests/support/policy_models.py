@@ -192,17 +192,17 @@ class PolicyModel:
         return self._clock
 
     def free(self) -> Iterator[tuple[Key, _Entry]]:
-        """Keys that may leave."""
+        """Yield the keys that may leave."""
         for key, entry in self._entries.items():
             if entry.holds == 0 and key not in self._pins:
                 yield key, entry
 
     def least_recent(self, keys: Iterator[tuple[Key, _Entry]]) -> Key | None:
-        """Of these, the one used least recently."""
+        """Return the one of these keys that was used least recently."""
         return min(keys, key=lambda item: item[1].used, default=(None, None))[0]
 
     def victim(self, incoming: Key | None) -> Key | None:
-        """Return the key that goes, for a newcomer or for nobody in particular; None when none may."""
+        """Return the key that leaves, for a newcomer or without one; None when none may."""
         raise NotImplementedError
 
     def passing(self, layer: int) -> None:
@@ -264,7 +264,7 @@ class LeastStaleModel(PolicyModel):
         self._visits = dict.fromkeys(counts, 0)
 
     def passing(self, layer: int) -> None:
-        """Another layer than before is visited."""
+        """Count a visit when the layer is another than before."""
         self._visits[layer] += layer != self._layer
         self._layer = layer
 
