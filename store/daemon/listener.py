@@ -45,6 +45,7 @@ class Listener:
         self._is_accepting = False
         self._problem = ""
         self._misses = 0
+        self._cannot_look = False
         self.resumes_at_s: float | None = None
         """When `turn` has something to do next; None while it is accepting."""
 
@@ -68,7 +69,15 @@ class Listener:
 
     def look_after_path(self) -> SocketError | None:
         """Make socket and lock file again if they are gone. Returns why it cannot be done, once it is for good."""
-        if self._claimed.is_in_place():
+        try:
+            is_in_place = self._claimed.is_in_place()
+        except OSError as error:  # neither there nor gone, as far as can be seen
+            if not self._cannot_look:
+                _log.warning("cannot look at %s and its lock file: %s", self._claimed.path, error.strerror)
+            self._cannot_look = True
+            return None
+        self._cannot_look = False
+        if is_in_place:
             self._misses = 0
             return None
         was_accepting = self._is_accepting

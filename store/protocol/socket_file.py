@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 from k3.base.errno_advice import Operation, refusal
 from k3.base.errors import SocketError
+from k3.base.presence import NOT_THERE
 from k3.store.protocol.path_guard import already_served, release_guard, take_guard
 
 PATH_BYTES_MAX = 107
@@ -88,21 +89,24 @@ class ClaimedSocket:
     group: int | None = None
 
     def is_in_place(self) -> bool:
-        """Return True while socket and lock file at the path are still the ones made here."""
+        """Return True while socket and lock file at the path are still the ones made here.
+
+        OSError when the system does not say.
+        """
         if self.lock is None:
-            return self.identity == NO_FILE or self._is_file(self.path, self.identity)
-        if not self._is_file(self.path, self.identity):
+            return self.identity == NO_FILE or _is_at(self.path, self.identity)
+        if not _is_at(self.path, self.identity):
             return False
         status = os.fstat(self.lock)
-        return self._is_file(_lock_path(self.path), (status.st_dev, status.st_ino))
+        return _is_at(_lock_path(self.path), (status.st_dev, status.st_ino))
 
     @staticmethod
     def _is_file(path: Path, identity: tuple[int, int]) -> bool:
+        """Return True if this very file is at `path`, False also where that cannot be seen."""
         try:
-            status = os.lstat(path)
+            return _is_at(path, identity)
         except OSError:
             return False
-        return (status.st_dev, status.st_ino) == identity
 
     def restore(self) -> Socket | None:
         """Make socket and lock file again where they are gone. Returns the socket that was replaced, if one was.
@@ -238,6 +242,15 @@ def _give_rights(path: Path, mode: int, group: int | None) -> tuple[int, int]:
     finally:
         os.close(found)
     return status.st_dev, status.st_ino
+
+
+def _is_at(path: Path, identity: tuple[int, int]) -> bool:
+    """Return True if the file of this device and inode is at `path`. OSError when the system does not say."""
+    try:
+        status = os.lstat(path)
+    except NOT_THERE:
+        return False
+    return (status.st_dev, status.st_ino) == identity
 
 
 def _lock_path(path: Path) -> Path:

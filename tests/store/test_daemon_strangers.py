@@ -310,9 +310,33 @@ def test_a_path_that_is_lost_ends_the_daemon_once_nobody_is_attached(
         assert path.read_text() == "precious"
 
 
-def test_a_look_at_the_path_that_goes_wrong_ends_nothing(daemon: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["lstat", "fstat"])
+def test_a_path_that_cannot_be_looked_at_is_not_gone(
+    daemon: Inside, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    real, claimed = getattr(os, name), daemon.daemon._listener._claimed
+
+    def broken(what: object) -> os.stat_result:
+        if what in (claimed.path, claimed.lock):
+            raise OSError(errno.EIO, "Input/output error")
+        return cast(os.stat_result, real(what))
+
+    source, before = DaemonSource(daemon.socket), claimed.socket
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, broken)
+        wait_until(lambda: "cannot look at" in caplog.text)
+        assert lease_all(source)
+    assert daemon.status()["internal_errors"] == 0
+    assert "was made again" not in caplog.text
+    assert daemon.daemon._listener._claimed.socket is before
+    source.close()
+
+
+def test_a_mistake_while_the_path_is_looked_at_ends_nothing(
+    daemon: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> bool:
-        raise OSError(errno.EIO, "the drive of the socket's directory has gone")
+        raise AssertionError("a mistake")
 
     source = DaemonSource(daemon.socket)
     with monkeypatch.context() as patch:
