@@ -18,6 +18,7 @@ from k3.model.identity import ModelIdentity
 from k3.model.keys import ExpertLayout, Extent
 from k3.model.model_config import CONFIG_NAME, parse_config
 from k3.model.model_source import DenseInfo, EncodedTensor
+from k3.store.protocol.closing import close_descriptor
 from k3.store.protocol.model_descriptor import DenseRange, DenseTensor, ExpertLayer, ModelDescriptor
 from k3.store.source import Payload
 
@@ -57,7 +58,7 @@ class DaemonModel:
     def close(self) -> None:
         """Close the text files. Tensors stay readable."""
         while self._text_files:
-            os.close(self._text_files.popitem()[1])
+            close_descriptor(self._text_files.popitem()[1])
 
     @cached_property
     def identity(self) -> ModelIdentity:

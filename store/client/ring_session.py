@@ -19,6 +19,7 @@ from pathlib import Path
 from k3.base.errno_advice import Operation, refusal
 from k3.base.errors import DaemonError, DamageError, DriveError, ExpertError, K3Error
 from k3.store.client.socket_link import Link
+from k3.store.protocol.closing import close_descriptor, close_socket
 from k3.store.protocol.native import Completion
 from k3.store.protocol.ring_layout import Op, Status
 from k3.store.source import BudgetError, Payload
@@ -85,16 +86,16 @@ class Session:
 
     def abandon(self) -> None:
         """Close a forked child's copies of the descriptors, so that the parent's end is the connection's."""
-        self.link.socket.close()
+        close_socket(self.link.socket)
         self._ears.close()
-        os.close(self._bell)
+        close_descriptor(self._bell)
 
     def close(self) -> None:
         """End the connection. Payloads stay readable."""
         self.link.close()
         self.views.clear()
         self._ears.close()
-        os.close(self._bell)
+        close_descriptor(self._bell)
 
     def error_of(self, completion: Completion, socket_path: Path) -> K3Error:
         """Return the typed error for a completion that grants nothing."""

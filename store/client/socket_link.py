@@ -22,6 +22,7 @@ from k3.base.errno_advice import Operation, refusal
 from k3.base.errors import DaemonError, WireError
 from k3.base.safe_text import shown_text
 from k3.store.protocol import wire
+from k3.store.protocol.closing import close_socket
 from k3.store.protocol.model_descriptor import ModelDescriptor, parse_descriptor
 from k3.store.protocol.native import NativeRing, map_shared
 from k3.store.protocol.socket_file import SOCKET_NAME, check_length
@@ -65,10 +66,10 @@ class Link:
             connection.setblocking(False)
             return cls(connection, answer, descriptors)
         except OSError as error:
-            connection.close()
+            close_socket(connection)
             raise unreachable(error, path) from error
         except BaseException:
-            connection.close()
+            close_socket(connection)
             raise
         finally:
             wire.close_all(descriptors)
@@ -113,7 +114,7 @@ class Link:
     def close(self) -> None:
         """Give everything back to the daemon. Views of the mappings stay readable."""
         self.ring.close()
-        self.socket.close()
+        close_socket(self.socket)
 
 
 def connect(path: Path, timeout_s: float = HANDSHAKE_S) -> socket.socket:
@@ -132,7 +133,7 @@ def connect(path: Path, timeout_s: float = HANDSHAKE_S) -> socket.socket:
                     raise TimeoutError from None
                 time.sleep(QUEUE_PAUSE_S)
     except OSError as error:
-        connection.close()
+        close_socket(connection)
         raise unreachable(error, path) from error
 
 

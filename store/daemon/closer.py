@@ -17,6 +17,7 @@ import socket
 import threading
 from collections import deque
 
+from k3.store.protocol.closing import close_socket
 from k3.store.protocol.peer import SO_PASSRIGHTS
 
 SO_PASSCRED = 16
@@ -91,7 +92,7 @@ class Closer:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)  # nothing more can come; the peer sees the end now
         if not with_descriptors or _is_drained(connection):
-            connection.close()
+            close_socket(connection)
             return
         with self._lock:
             self._waiting.append(connection)
@@ -114,7 +115,7 @@ class Closer:
                     self._threads -= 1
                     return
                 connection = self._waiting.popleft()
-            connection.close()
+            close_socket(connection)
             with self._lock:
                 self._pending -= 1
 

@@ -31,6 +31,7 @@ from k3.store.daemon.log_output import PeerLog
 from k3.store.daemon.model_service import Service
 from k3.store.daemon.systemd import Notifier
 from k3.store.protocol import wire
+from k3.store.protocol.closing import close_descriptor
 from k3.store.protocol.peer import Census, Limits, Owner, Peer, overflow_ids, peer_of
 from k3.store.protocol.socket_file import ClaimedSocket
 
@@ -120,8 +121,8 @@ class Daemon:
             finally:
                 self._close_all("closing")
                 self._selector.close()
-                os.close(self._hears_stop)
-                os.close(self._says_stop)
+                close_descriptor(self._hears_stop)
+                close_descriptor(self._says_stop)
 
     def stop(self, reason: str) -> None:
         """End after the current turn; called again, wait for no read. From any thread or a signal handler."""

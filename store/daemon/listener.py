@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from k3.base.errors import SocketError
+from k3.store.protocol.closing import close_socket
 from k3.store.protocol.peer import refuse_descriptors
 from k3.store.protocol.socket_file import ClaimedSocket
 
@@ -100,7 +101,7 @@ class Listener:
             if was_accepting:
                 self._resume()
             self._take_all(before)
-            before.close()
+            close_socket(before)
         return None
 
     def _listen(self) -> None:

@@ -26,6 +26,7 @@ from k3.base.errors import SocketError
 from k3.store.daemon.fault_log import Faults
 from k3.store.daemon.listener import Listener
 from k3.store.daemon.metrics import StatusCollector
+from k3.store.protocol.closing import close_socket
 from k3.store.protocol.peer import Owner, overflow_ids, peer_of
 from k3.store.protocol.socket_file import NO_FILE, ClaimedSocket, claim
 
@@ -147,7 +148,7 @@ class MetricsServer:
     def _enter(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         if self._is_ending or (self._owner is not None and not self._owner.admits(peer_of(connection))):
-            connection.close()
+            close_socket(connection)
             return
         if len(self._visits) >= CONNECTIONS_MAX:
             self._end(next(iter(self._visits)))
@@ -158,7 +159,7 @@ class MetricsServer:
     def _end(self, visit: _Visit) -> None:
         del self._visits[visit]
         self._selector.unregister(visit.socket)
-        visit.socket.close()
+        close_socket(visit.socket)
 
     def _go_on(self, visit: _Visit) -> None:
         """Read on, or write on; end the connection when its answer is out or the other side is gone."""
@@ -220,7 +221,7 @@ def _bound_port(port: int) -> ClaimedSocket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((LOOPBACK, port))
     except OSError as error:
-        bound.close()
+        close_socket(bound)
         raise _not_served(error, port) from error
     return ClaimedSocket(bound, Path(f"{LOOPBACK}:{port}"), None, NO_FILE)
 

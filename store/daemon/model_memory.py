@@ -17,6 +17,7 @@ from k3.base.regular_file import read_small_file
 from k3.container.reader import SMALL_FILE_BYTES_MAX, Container
 from k3.store.daemon.dense_memory import load_dense, plan_runs
 from k3.store.protocol import wire
+from k3.store.protocol.closing import close_descriptor
 from k3.store.protocol.model_descriptor import describe, place_dense
 from k3.store.protocol.native import make_memfd, seal_all, seal_future_write
 
@@ -68,7 +69,7 @@ class ModelMemory:
             seal_future_write(dense)
             model, _ = make_memfd("k3-model", len(text))
         except BaseException:
-            os.close(dense)
+            close_descriptor(dense)
             raise
         done = 0
         while done < len(text):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from k3.base.errors import SocketError
+from k3.store.protocol.closing import close_socket
 
 FIRST_DESCRIPTOR = 3
 _STATUS_CHARACTERS_MAX = 200
@@ -76,7 +77,7 @@ class Notifier:
     def close(self) -> None:
         """Close the socket; a second call does nothing."""
         if self._socket is not None:
-            self._socket.close()
+            close_socket(self._socket)
             self._socket = None
 
     def _send(self, text: str) -> None:

@@ -37,6 +37,7 @@ from k3.store._store import (
 from k3.store._store import (
     make_memfd as _make_memfd,
 )
+from k3.store.protocol.closing import close_descriptor
 from k3.store.protocol.plane_sizes import default_open_files, slot_bytes_for
 from k3.store.protocol.ring_layout import DEFAULT_ENTRIES, Op
 from k3.store.source import Payload
@@ -89,7 +90,7 @@ class ClientGrant:
     def close(self) -> None:
         """Close this side's copies of the descriptors."""
         for fd in (self.ring_fd, self.request_doorbell, self.completion_doorbell):
-            os.close(fd)
+            close_descriptor(fd)
 
 
 class NativeServer:
@@ -320,10 +321,10 @@ def make_memfd(name: str, size_bytes: int, on_reserved: Callable[[int], None] | 
         os.ftruncate(fd, size_bytes)
         return fd, reserve(fd, size_bytes, name, on_reserved)
     except OSError as error:
-        os.close(fd)
+        close_descriptor(fd)
         raise memory_error(f"{size_bytes} bytes of shared memory for {name} cannot be had", error) from error
     except BaseException:
-        os.close(fd)
+        close_descriptor(fd)
         raise
 
 

@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 
 from k3.base.errors import SocketError
+from k3.store.protocol.closing import close_socket
 from k3.store.protocol.peer import peer_of, refuse_descriptors
 
 RELEASE_S = 2.0
@@ -47,7 +48,7 @@ def take_guard(path: Path) -> socket.socket | None:
         guard.listen(1)  # so that another daemon can ask the kernel whose it is; nobody is ever accepted
         return guard
     except OSError as error:
-        guard.close()
+        close_socket(guard)
         if error.errno != errno.EADDRINUSE:
             raise SocketError(f"the socket's name cannot be taken: {error.strerror}", path=path) from error
     owner = _owner(name)
@@ -63,11 +64,11 @@ def release_guard(guard: socket.socket) -> None:
     On a kernel that cannot refuse descriptors somebody may have sent some that take as long to close as he likes:
     a thread closes, which ends with the process.
     """
-    thread = threading.Thread(target=guard.close, name="k3-guard", daemon=True)
+    thread = threading.Thread(target=close_socket, args=(guard,), name="k3-guard", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # no more threads
-        guard.close()
+        close_socket(guard)
         return
     thread.join(RELEASE_S)
 

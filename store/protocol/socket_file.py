@@ -25,6 +25,7 @@ from typing import TypeAlias
 from k3.base.errno_advice import Operation, refusal
 from k3.base.errors import SocketError
 from k3.base.presence import NOT_THERE
+from k3.store.protocol.closing import close_descriptor, close_socket
 from k3.store.protocol.path_guard import already_served, release_guard, take_guard
 
 PATH_BYTES_MAX = 107
@@ -123,7 +124,7 @@ class ClaimedSocket:
         status = os.fstat(self.lock)
         if not self._is_file(_lock_path(self.path), (status.st_dev, status.st_ino)):
             lock = _lock(self.path)
-            os.close(self.lock)
+            close_descriptor(self.lock)
             self.lock = lock
         if self._is_file(self.path, self.identity):
             return None
@@ -133,7 +134,7 @@ class ClaimedSocket:
 
     def withdraw(self) -> None:
         """Stop listening and remove the socket file if it is still ours; nobody else may take the path yet."""
-        self.socket.close()
+        close_socket(self.socket)
         if self.lock is not None and self._is_file(self.path, self.identity):
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
@@ -147,7 +148,7 @@ class ClaimedSocket:
                 release_guard(self.guard)
                 self.guard = None
             if self.lock is not None:
-                os.close(self.lock)
+                close_descriptor(self.lock)
                 self.lock = None
 
 
@@ -170,7 +171,7 @@ def claim(
         if guard is not None:
             release_guard(guard)
         if lock is not None:
-            os.close(lock)
+            close_descriptor(lock)
         raise
     return ClaimedSocket(bound, path, lock, identity, guard, mode, group)
 
@@ -187,7 +188,7 @@ def adopt(descriptor: int) -> ClaimedSocket:
     elif not adopted.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         problem = "does not listen"
     if problem is not None:
-        adopted.close()
+        close_socket(adopted)
         raise SocketError(
             f"the socket from systemd {problem}",
             advice="Use ListenSequentialPacket= in the socket unit, and no Accept=yes",
@@ -212,7 +213,7 @@ def _bind(path: Path, kind: int, mode: int, group: int | None) -> tuple[socket.s
             bound.bind(os.fspath(path))
             identity = _give_rights(path, mode, group)
         except BaseException:
-            bound.close()
+            close_socket(bound)
             raise
     except OSError as error:
         raise _refused("cannot be made", error, path) from error
@@ -240,7 +241,7 @@ def _give_rights(path: Path, mode: int, group: int | None) -> tuple[int, int]:
         if stat.S_IMODE(status.st_mode) != mode:
             os.chmod(itself, mode)  # noqa: PTH101 - a name of the kernel's, not a path
     finally:
-        os.close(found)
+        close_descriptor(found)
     return status.st_dev, status.st_ino
 
 
@@ -278,12 +279,12 @@ def _lock(path: Path) -> int:
         owner = _written_owner(lock, place)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(lock)
+        close_descriptor(lock)
         if error.errno != errno.EWOULDBLOCK:
             raise _refused("cannot be locked", error, path) from error
         raise already_served(owner, path) from None
     except SocketError:
-        os.close(lock)
+        close_descriptor(lock)
         raise
     with contextlib.suppress(OSError):  # a full disk: the number is for people, and the lock is what counts
         os.ftruncate(lock, 0)
@@ -326,7 +327,7 @@ def _remove_stale(path: Path) -> None:
         probe.setblocking(False)
         code = probe.connect_ex(os.fspath(path))
     finally:
-        probe.close()
+        close_socket(probe)
     if code != errno.ECONNREFUSED:
         found = "somebody listens" if code == 0 else f"the system answers {os.strerror(code)!r}"
         raise SocketError(

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from k3.base.errors import K3Error, WireError
 from k3.base.safe_text import shown
 from k3.base.strict_json import parse_object
+from k3.store.protocol.closing import close_descriptor
 
 VERSION = 1
 MESSAGE_BYTES_MAX = 64 * 1024
@@ -212,7 +213,7 @@ def send_status(connection: socket.socket, status: Mapping[str, Any]) -> None:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         send(connection, LongStatus(len(data)), [descriptor])
     finally:
-        os.close(descriptor)
+        close_descriptor(descriptor)
 
 
 def long_status(message: LongStatus, descriptors: Sequence[int]) -> Status:
@@ -263,4 +264,4 @@ def receive_with_descriptors(connection: socket.socket) -> tuple[Message | None,
 def close_all(descriptors: Sequence[int]) -> None:
     """Close every one of some descriptors."""
     for descriptor in descriptors:
-        os.close(descriptor)
+        close_descriptor(descriptor)
