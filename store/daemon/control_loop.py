@@ -179,12 +179,20 @@ class Daemon:
         """Do something for one connection. Whatever goes wrong there ends that connection and nobody else's."""
         try:
             act(connection)
+        except OSError as error:  # the system refuses this one something: memory, a watch, its owner's name
+            self._peer_log.log(
+                logging.WARNING, "process %d cannot be served: %s", connection.peer.pid, error.strerror or error
+            )
+            self._let_go(connection)
         except Exception as error:  # a mistake of ours: everybody else's leases must outlive it
             self._faults.note(f"the service of process {connection.peer.pid}", error)
-            try:
-                self._forget(connection)
-            except Exception as again:  # the same mistake may be in the way of letting it go
-                self._faults.note(f"the end of process {connection.peer.pid}", again)
+            self._let_go(connection)
+
+    def _let_go(self, connection: _Connection) -> None:
+        try:
+            self._forget(connection)
+        except Exception as error:  # the same mistake may be in the way
+            self._faults.note(f"the end of process {connection.peer.pid}", error)
 
     def _enter(self, accepted: socket.socket) -> None:
         """Somebody has connected: find out who, and whether there is a place."""

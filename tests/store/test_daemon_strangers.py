@@ -214,7 +214,26 @@ def test_a_status_is_read_while_connections_come_and_go(daemon: Inside) -> None:
     assert not failures
 
 
-# Mistakes of our own
+# What the system refuses, and mistakes of our own
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOPROTOOPT, errno.ENOMEM, errno.ENOSPC])
+def test_what_the_system_refuses_to_one_connection_ends_that_one(
+    daemon: Inside, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    source = DaemonSource(daemon.socket)
+
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("k3.store.daemon.control_loop.peer_of", refused)
+        with pytest.raises(DaemonError):
+            Link.open(daemon.socket, "unlucky")
+    assert f"cannot be served: {os.strerror(number)}" in caplog.text
+    assert daemon.status()["internal_errors"] == 0
+    assert lease_all(source)
+    source.close()
 
 
 def test_a_fault_in_the_service_of_one_ends_that_one(
