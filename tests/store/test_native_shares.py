@@ -215,6 +215,8 @@ def test_freeing_a_client_looks_at_each_of_its_reads_once(tmp_path: Path) -> Non
         goes = Client(server, world)
         goes.ask(1, range(300), op=Op.PIN)
         wait_until(lambda: server.stats()["reading"] == 700)
+        # Both drives are at the first expert: one that began later would begin with another.
+        wait_until(lambda: all(root["in_flight"] == 1 for root in server.stats()["roots"]))
         before = server.stats()["call_off_steps"]
         goes.close()
         stats = server.stats()
