@@ -78,13 +78,13 @@ std::unique_ptr<Server> make_server(uint64_t slot_bytes, uint32_t slots, const s
     return unlocked([&] { return std::make_unique<Server>(options, progress); });
 }
 
-void set_layer(Server& server, uint32_t layer, uint64_t payload_bytes, std::vector<uint32_t> pieces,
+void set_layer(Server& server, uint32_t layer, uint64_t payload_bytes, const std::vector<uint32_t>& pieces,
                nb::handle records) {
     const Buffer buffer(records);
     if (buffer.size() % sizeof(Record) != 0) throw nb::value_error("records are 48 bytes each");
     std::vector<Record> list(buffer.size() / sizeof(Record));
     if (!list.empty()) std::memcpy(list.data(), buffer.data(), buffer.size());
-    unlocked([&] { server.set_layer(layer, payload_bytes, std::move(pieces), std::move(list)); });
+    unlocked([&] { server.set_layer(layer, payload_bytes, pieces, std::move(list)); });
 }
 
 nb::tuple add_client(Server& server, const std::string& name) {
