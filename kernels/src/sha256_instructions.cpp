@@ -42,7 +42,7 @@ K3_SHA void hash_blocks(uint32_t* const* states, const uint8_t* const* data, int
         }
 #pragma GCC unroll 16
         for (int four = 0; four < 16; ++four) {  // rounds
-            const __m128i k = _mm_load_si128(reinterpret_cast<const __m128i*>(kRound + 4 * four));
+            const __m128i k = _mm_load_si128(reinterpret_cast<const __m128i*>(kRound + int64_t{4} * four));
             __m128i* const own = w[four & 3];
             for (int n = 0; n < N; ++n) {
                 if (four >= 4) {

@@ -93,7 +93,7 @@ void sha256_blocks(uint32_t* const* states, const uint8_t* const* data, int64_t 
     for (int64_t block = 0; block < blocks; ++block) {
         uint32_t words[16][kMessages];
         for (int m = 0; m < kMessages; ++m) {
-            for (int i = 0; i < 16; ++i) words[i][m] = big_endian(data[m] + 64 * block + 4 * i);
+            for (int64_t i = 0; i < 16; ++i) words[i][m] = big_endian(data[m] + 64 * block + 4 * i);
         }
         Words w[16];
         memcpy(w, words, sizeof w);
@@ -107,7 +107,7 @@ void sha256_blocks(uint32_t* const* states, const uint8_t* const* data, int64_t 
 void sha256_blocks_of_one(uint32_t* state, const uint8_t* data, int64_t blocks) {
     for (int64_t block = 0; block < blocks; ++block) {
         uint32_t w[16];
-        for (int i = 0; i < 16; ++i) w[i] = big_endian(data + 64 * block + 4 * i);
+        for (int64_t i = 0; i < 16; ++i) w[i] = big_endian(data + 64 * block + 4 * i);
         rounds(state, w);
     }
 }
