@@ -3,9 +3,8 @@
 // One lock (`mutex_`) guards all state. Reads and digests run in the reader's threads, which take the lock when a
 // piece is done; so it is never held while a job is called off, and never while anything waits.
 //
-//   * A slot that is being read belongs to its flight until every read of it has ended, also after an error or
-//   when
-//     nobody wants the expert any more: no late read lands in somebody else's expert.
+//   * A slot that is being read belongs to its flight until every read of it has ended, also after an error, or
+//     when no request wants the expert any more: no late read lands in the slot of another expert.
 //   * Only a slot whose pieces were all read, and checked where that was asked for, is ever lent or kept.
 //   * Two requests for one expert share one flight, and one slot.
 //   * A ticket is the right to hold one expert. There are as many as slots that are not for guesses, and whoever
