@@ -12,13 +12,31 @@ from k3.kernels._kernels import (
     usable_cpus,
 )
 from k3.kernels.arrays import KdaVectors
-from k3.kernels.errors import (
-    NonFiniteError,
-    ReservedScaleError,
-)
 from k3.kernels.experts import (
     ExpertMatrix,
     expert_forward,
+)
+from k3.kernels.kernel_errors import (
+    NonFiniteError,
+    ReservedScaleError,
+)
+from k3.kernels.kernel_weights import (
+    INT4_GROUP,
+    MX_GROUP,
+    EncodedMatrix,
+    dequantize_int4,
+    dequantize_int8,
+    dequantize_mxfp4,
+    first_difference,
+    matmul,
+    matmul_encoded,
+    quantize_int4,
+    quantize_int4_into,
+    quantize_int8,
+    quantize_int8_into,
+    widen,
+    widen_bf16,
+    widen_f16,
 )
 from k3.kernels.layers import (
     absorb_query,
@@ -39,24 +57,6 @@ from k3.kernels.rowops import (
     top_k,
 )
 from k3.kernels.sha256 import Sha256, sha256_side_by_side, sha256_update
-from k3.kernels.weights import (
-    INT4_GROUP,
-    MX_GROUP,
-    EncodedMatrix,
-    dequantize_int4,
-    dequantize_int8,
-    dequantize_mxfp4,
-    first_difference,
-    matmul,
-    matmul_encoded,
-    quantize_int4,
-    quantize_int4_into,
-    quantize_int8,
-    quantize_int8_into,
-    widen,
-    widen_bf16,
-    widen_f16,
-)
 
 __all__ = [
     "INT4_GROUP",

@@ -12,8 +12,8 @@ import numpy as np
 
 from k3.kernels import _kernels
 from k3.kernels.arrays import Bytes, Floats, activations, stored
-from k3.kernels.errors import NonFiniteError, ReservedScaleError
-from k3.kernels.weights import MX_GROUP
+from k3.kernels.kernel_errors import NonFiniteError, ReservedScaleError
+from k3.kernels.kernel_weights import MX_GROUP
 
 
 @dataclass(frozen=True, slots=True)

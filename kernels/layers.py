@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from k3.kernels import _kernels
 from k3.kernels.arrays import Floats, KdaVectors, activations, output, stored
-from k3.kernels.weights import EncodedMatrix, encoding_of
+from k3.kernels.kernel_weights import EncodedMatrix, encoding_of
 
 
 def kda_heads(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from k3.kernels import _kernels
 from k3.kernels.arrays import Floats, activations, stored
-from k3.kernels.errors import NonFiniteError
+from k3.kernels.kernel_errors import NonFiniteError
 
 
 def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:

@@ -36,7 +36,7 @@ from k3.repack.jobs import WANTED_MAX
 from k3.repack.plan import Plan
 from k3.repack.preflight import DriveNeed, check_file_sizes, check_space, drive_needs, estimate
 from k3.repack.probe import source_jobs
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.root_marks import check_marks
 from k3.repack.run import (
     RepackResult,

@@ -22,7 +22,7 @@ from k3.container.manifest import Manifest
 from k3.container.reader import Container, read_manifest
 from k3.repack.plan import Plan
 from k3.repack.publish import layer_ranges
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.same_source import first_unlike
 from k3.repack.small_files import SmallFiles, check_present
 

@@ -23,7 +23,7 @@ from k3.base.regular_file import read_small_file
 from k3.base.strict_json import parse_object
 from k3.container.layout import JOURNAL_NAME, PARTIAL_SUFFIX
 from k3.repack.publish import write_small
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 
 MARK_NAME = f"k3-repack-root{PARTIAL_SUFFIX}"
 _FORMAT = "k3-repack-root"

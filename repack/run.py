@@ -46,7 +46,7 @@ from k3.repack.plan import Plan
 from k3.repack.preflight import check_file_sizes, check_space, drive_needs
 from k3.repack.probe import drive_rate, shares_from_rates, source_jobs
 from k3.repack.publish import finish_data_files, publish, remove_journal
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.resume_check import Recheck, journalled_bytes, recheck
 from k3.repack.root_marks import check_marks, is_marked, mark_roots, remove_marks, written_roots
 from k3.repack.shard_stream import ShardBegun, ShardEnded, ShardStreamer

@@ -12,7 +12,7 @@ from k3.base.presence import is_file
 from k3.base.regular_file import RegularFile
 from k3.base.safe_text import shown
 from k3.base.strict_json import parse_object
-from k3.engine.chat.request import ChatError, ChatRequest
+from k3.engine.chat.chat_request import ChatError, ChatRequest
 from k3.engine.definition.settings import ModelSettings
 from k3.engine.definition.tokenizer import Tokenizer
 from k3.engine.launch.model_files import open_model_files

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from k3.base.safe_text import counted, shown
+from k3.engine.chat.chat_request import ChatError, ChatRequest
 from k3.engine.chat.history import (
     IMAGE,
     CallRecord,
@@ -20,7 +21,6 @@ from k3.engine.chat.history import (
     reasoning_of,
 )
 from k3.engine.chat.markup import CLOSE, END, OPEN, SEP, Segment, escaped
-from k3.engine.chat.request import ChatError, ChatRequest
 from k3.engine.definition.tokenizer import Tokenizer
 
 IMAGE_PLACEHOLDER = "<|kimi_image_placeholder|>"

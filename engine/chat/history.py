@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from k3.base.safe_text import shown
-from k3.engine.chat.request import ChatError
+from k3.engine.chat.chat_request import ChatError
 
 IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
 

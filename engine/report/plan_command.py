@@ -24,7 +24,7 @@ from k3.engine.launch.memory_plan import MemoryPlan, plan_memory
 from k3.engine.launch.model_files import OpenedModel
 from k3.engine.report.machine_rates import MemoryMeter, drive_rate
 from k3.engine.report.token_cost import Forecast, forecast_pass
-from k3.engine.run.request import read_request
+from k3.engine.run.run_request import read_request
 
 ASSUMED_TOKENS = 1000
 """Tokens of the context if neither a prompt nor --max-tokens is given."""

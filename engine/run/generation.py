@@ -24,7 +24,7 @@ from k3.engine.launch.launched import Launched
 from k3.engine.launch.memory_plan import plan_memory
 from k3.engine.run.logits_file import LogitsFile
 from k3.engine.run.model_builder import built_model
-from k3.engine.run.request import Request, read_request
+from k3.engine.run.run_request import Request, read_request
 from k3.engine.run.sampler import Sampler
 from k3.engine.run.session import Session
 from k3.engine.run.sinks import open_sinks

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.kernels.arrays import Bytes, Floats
-from k3.kernels.errors import NonFiniteError
+from k3.kernels.kernel_errors import NonFiniteError
 from k3.kernels.reference.functions import situ
 from k3.kernels.reference.lanes import lane_sum
 from k3.kernels.reference.quantize import dequantize_mxfp4, unpack_int4, unpack_mxfp4

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.kernels.arrays import Bytes, Floats, Weights
-from k3.kernels.errors import NonFiniteError, ReservedScaleError
+from k3.kernels.kernel_errors import NonFiniteError, ReservedScaleError
 
 _FLOOR = np.float32(1e-20)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)

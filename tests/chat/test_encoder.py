@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3.base.errors import ExitCode
+from k3.engine.chat.chat_request import ChatError, ChatRequest
 from k3.engine.chat.encoder import chat_prompt, prompt_ids
 from k3.engine.chat.markup import MARKERS
-from k3.engine.chat.request import ChatError, ChatRequest
 from tests.support.chat import CASES, GOLDEN, request_of, synthetic_tokenizer
 
 RENDERED = [case for case in CASES if "error" not in case]

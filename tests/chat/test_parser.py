@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from k3.engine.chat.chat_request import ChatRequest
 from k3.engine.chat.completion import ArgumentsText, CallBegun, Completion, ContentText, ReasoningText, joined
 from k3.engine.chat.completion_stream import TextCompletion, TokenCompletion, parse_completion
 from k3.engine.chat.encoder import chat_prompt, prompt_ids
 from k3.engine.chat.markup import CLOSE, END, OPEN, SEP
 from k3.engine.chat.parser import HEAD_CHARS_MAX
-from k3.engine.chat.request import ChatRequest
 from tests.support.chat import COMPLETIONS, meaning, synthetic_tokenizer, understood
 
 TOOLS = [

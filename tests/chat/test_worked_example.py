@@ -7,11 +7,11 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+from k3.engine.chat.chat_request import ChatRequest
 from k3.engine.chat.completion_stream import parse_completion
 from k3.engine.chat.encoder import chat_prompt
 from k3.engine.chat.markup import MARKERS
 from k3.engine.chat.parser import HEAD_CHARS_MAX
-from k3.engine.chat.request import ChatRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "chat.md").read_text(encoding="utf-8")
 TOOL = {

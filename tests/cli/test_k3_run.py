@@ -24,7 +24,7 @@ from k3.engine.run import token_output
 from k3.engine.run.generation import read_warnings
 from k3.model.tensor_recipe import Recipe
 from k3.repack.cli import main as repack_main
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.cli import main as store_main
 from k3.store.lending.memory_source import MemorySource

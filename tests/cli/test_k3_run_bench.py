@@ -21,7 +21,7 @@ from k3.engine.forward.model import Model
 from k3.engine.report import bench_run
 from k3.engine.report.machine_rates import DriveRate, MemoryMeter
 from k3.engine.run.session import Session
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.lending.file_source import FileSource
 from k3.store.source import SourceStats

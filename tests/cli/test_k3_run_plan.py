@@ -17,7 +17,7 @@ from k3.engine.cli import main
 from k3.engine.forward.model import Model
 from k3.engine.report import plan_command
 from k3.engine.report.machine_rates import DriveRate
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.client.daemon_model import DaemonModel
 from tests.support.daemons import daemon_inside

@@ -19,7 +19,7 @@ from k3.container.reader import Container
 from k3.engine.cli import main
 from k3.engine.launch import launched
 from k3.engine.run import token_output
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.containers import flip
 from tests.support.engines import VECTORS, copied

@@ -24,9 +24,9 @@ from k3.engine.launch import launched, loading
 from k3.engine.launch.launched import Launched
 from k3.engine.launch.memory_plan import plan_memory
 from k3.engine.launch.model_files import open_model_files
-from k3.engine.run import generation, request
+from k3.engine.run import generation, run_request
 from k3.model.model_source import TensorLoad
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.containers import flip
 from tests.support.engines import VECTORS
@@ -235,7 +235,7 @@ def test_reading_begins_before_a_prompt_is_encoded(
         monkeypatch.setattr(module, name, function)
 
     noted(Container, "begin_load")
-    noted(request, "read_prompt")
+    noted(run_request, "read_prompt")
     assert k3_run(home, prompt=prompt).exit_code == 0
     assert happened == ["begin_load", "read_prompt"]
 

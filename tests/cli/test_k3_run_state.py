@@ -19,7 +19,7 @@ from k3.engine.forward.model import Model
 from k3.engine.run import generation
 from k3.engine.run.deferred_signals import HeldInterrupts, ended_like_ctrl_c
 from k3.engine.run.session import Session
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.daemons import daemon_inside
 from tests.support.engines import VECTORS, golden

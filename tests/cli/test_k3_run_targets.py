@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from k3.engine.cli import main
 from k3.engine.launch import launched
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from tests.support.daemons import daemon_inside
 from tests.support.engines import VECTORS, copied

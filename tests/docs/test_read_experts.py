@@ -18,7 +18,7 @@ from k3.base.errors import ExitCode
 from k3.container.reader import Container
 from k3.kernels import dequantize_mxfp4
 from k3.store import FileSource, attach, expert_arrays
-from k3.verify.reference.weights import ReferenceWeights
+from k3.verify.reference.reference_weights import ReferenceWeights
 from k3.verify.synthetic.shape import SyntheticModel
 from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.daemons import daemon_outside

@@ -25,7 +25,7 @@ from k3.model.architecture import ModelConfig
 from k3.model.model_source import EncodedTensor, ModelSource
 from k3.model.tensor_names import needed_names
 from k3.model.tensor_recipe import Recipe
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.lending.file_source import FileSource
 from tests.support.containers import flip

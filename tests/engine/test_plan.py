@@ -22,7 +22,7 @@ from k3.engine.report.token_cost import forecast_pass, used_experts
 from k3.model.architecture import ModelConfig
 from k3.model.model_source import EncodedTensor, ModelSource
 from k3.model.tensor_names import expected_tensors, tensor_use
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.lending.file_source import WORKING_SLOTS, FileSource
 from tests.support.engines import VECTORS, loaded, snapshot

@@ -26,7 +26,7 @@ from k3.engine.run.ready import ready_model
 from k3.engine.run.session import Session
 from k3.model.architecture import LatentType
 from k3.model.tensor_recipe import Recipe
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.daemons import daemon_inside

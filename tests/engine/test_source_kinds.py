@@ -24,7 +24,7 @@ from k3.engine.report.token_cost import forecast_pass
 from k3.model.architecture import ModelConfig
 from k3.model.model_source import ModelSource
 from k3.model.tensor_names import needed_names
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.store.client.daemon_model import DaemonModel
 from k3.store.client.socket_link import Link

@@ -9,11 +9,11 @@ import pytest
 
 from k3.base.errors import ConfigError
 from k3.model.model_config import SPELLINGS, load_config, parse_config, text_config
-from k3.verify.synthetic import config
+from k3.verify.synthetic import synthetic_config
 from k3.verify.synthetic.shape import SyntheticModel
 
 PATH = Path("config.json")
-NESTED = config.config(SyntheticModel())
+NESTED = synthetic_config.config(SyntheticModel())
 FLAT = {**{key: value for key, value in NESTED.items() if key != "text_config"}, **NESTED["text_config"]}
 
 
@@ -86,7 +86,7 @@ def test_a_contradiction_cannot_forge_a_message() -> None:
 
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_bytes(config.json_bytes(NESTED))
+    path.write_bytes(synthetic_config.json_bytes(NESTED))
     assert load_config(path) == NESTED
     assert parse_config(path.read_bytes(), path) == NESTED
     with pytest.raises(ConfigError, match="does not exist"):

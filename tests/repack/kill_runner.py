@@ -29,7 +29,7 @@ from k3.base.errors import K3Error
 from k3.model.tensor_recipe import Recipe
 from k3.repack import assemble, jobs, publish, write
 from k3.repack.journal import Journal
-from k3.repack.request import DEFAULT_RECIPE, RepackRequest
+from k3.repack.repack_request import DEFAULT_RECIPE, RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot
 from tests.support.repacked import SMALL, WIDE, tree

@@ -13,7 +13,7 @@ import pytest
 
 from k3.base.errors import ResumeError, ShardError
 from k3.repack.journal import Journal
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import WIDE, rearrange, shard_tensors, tree

@@ -13,7 +13,7 @@ from k3.base import direct_io
 from k3.container import catalog
 from k3.repack import publish
 from k3.repack.journal import Journal
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import WIDE

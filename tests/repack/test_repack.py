@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.repacked import (

@@ -19,7 +19,7 @@ from k3.model.tensor_recipe import Recipe
 from k3.repack import publish, run
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.synthetic.snapshot_writer import write_snapshot
 from tests.support.containers import flip

@@ -32,7 +32,7 @@ from k3.repack.durable import durable_units, refuse_unfinished
 from k3.repack.journal import Journal
 from k3.repack.journal_file import ShardRecord
 from k3.repack.plan import Plan
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.resume_check import recheck
 from k3.repack.run import Watcher, repack
 from k3.verify.cli import main as verify_main

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from k3.engine.chat.chat_request import ChatRequest
 from k3.engine.chat.completion import Completion
-from k3.engine.chat.request import ChatRequest
 from k3.engine.definition.tokenizer import Tokenizer
 from k3.model.vocabulary import SPECIAL_PLACES, Vocabulary, complete_names, parse_ranks
 

@@ -12,7 +12,7 @@ import pytest
 
 from k3.repack import run
 from k3.repack.plan import Plan
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import RepackResult, Watcher, open_source, plan_for, repack
 from tests.support.repacked import tree
 

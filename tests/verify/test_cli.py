@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from k3.container.layout import JOURNAL_NAME, ROOT_NAME
 from k3.model.kinds import CATALOG_NAME, MANIFEST_NAME
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.cli import main
 from k3.verify.synthetic.snapshot_writer import SyntheticModel, write_snapshot

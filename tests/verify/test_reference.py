@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3.checkpoint.snapshot import Snapshot
-from k3.verify.reference import attention, forward, mlp, weights
+from k3.verify.reference import attention, forward, mlp, reference_weights
 from k3.verify.reference.arithmetic import causal_conv, dequantize_mxfp4, rms_norm
 from k3.verify.reference.forward import (
     KdaState,
@@ -224,7 +224,7 @@ def situ_without_sigmoid(gate: Any, up: Any, beta: float, linear_beta: float) ->
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "at_least"),
     [
-        (weights, "dequantize_mxfp4", swapped_nibbles, 0.5),
+        (reference_weights, "dequantize_mxfp4", swapped_nibbles, 0.5),
         (forward, "rms_norm", scores_without_norm, 0.5),
         (attention, "L2_NORM_EPS", 1e-5, 1e-4),
         (attention, "l2_norm", clipped_l2_norm, 1.5 * RELATIVE_L2_MAX),

@@ -22,9 +22,9 @@ from k3.checkpoint.snapshot import Snapshot
 from k3.model.keys import Encoding, Extent
 from k3.model.model_source import EncodedTensor
 from k3.verify.reference.arithmetic import causal_conv, dequantize, dequantize_mxfp4, sigmoid, situ, softmax
-from k3.verify.reference.config import ReferenceConfig
 from k3.verify.reference.forward import ReferenceModel
-from k3.verify.reference.weights import ReferenceWeights
+from k3.verify.reference.reference_config import ReferenceConfig
+from k3.verify.reference.reference_weights import ReferenceWeights
 
 GOLDEN = Path(__file__).parent.parent / "vectors" / "tiny_s0"
 

@@ -27,7 +27,7 @@ from k3.verify.synthetic.snapshot_writer import (
     write_snapshot,
     write_sparse_snapshot,
 )
-from k3.verify.synthetic.tokenizer import rank_bytes
+from k3.verify.synthetic.synthetic_tokenizer import rank_bytes
 from k3.verify.synthetic.values import STRETCH
 
 VECTORS = Path(__file__).parent.parent / "vectors"

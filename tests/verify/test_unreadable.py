@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from k3.base.direct_io import Bytes, ReadFile
 from k3.base.notes import forget_notes
 from k3.base.page_buffers import huge_buffer
-from k3.repack.request import RepackRequest
+from k3.repack.repack_request import RepackRequest
 from k3.repack.run import Watcher, repack
 from k3.verify.cli import main
 from k3.verify.digest_check import BytesCheck, check_bytes

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from k3.verify.reference.arithmetic import Array, causal_conv, l2_norm, linear, rms_norm, sigmoid, silu, softmax
-from k3.verify.reference.config import L2_NORM_EPS, ReferenceConfig
-from k3.verify.reference.weights import LayerWeights
+from k3.verify.reference.reference_config import L2_NORM_EPS, ReferenceConfig
+from k3.verify.reference.reference_weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from k3.model.model_source import ModelSource
 from k3.verify.reference.arithmetic import Array, linear, rms_norm, softmax
 from k3.verify.reference.attention import KdaState, MlaState, kda, mla
-from k3.verify.reference.config import MIX_EPS, MLA_LATENT_NORM_EPS, ReferenceConfig
 from k3.verify.reference.mlp import dense_mlp, latent_moe
-from k3.verify.reference.weights import ReferenceWeights
+from k3.verify.reference.reference_config import MIX_EPS, MLA_LATENT_NORM_EPS, ReferenceConfig
+from k3.verify.reference.reference_weights import ReferenceWeights
 
 __all__ = [
     "MLA_LATENT_NORM_EPS",

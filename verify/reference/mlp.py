@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.verify.reference.arithmetic import Array, linear, rms_norm, sigmoid, situ
-from k3.verify.reference.config import ReferenceConfig
-from k3.verify.reference.weights import Expert, LayerWeights, ReferenceWeights
+from k3.verify.reference.reference_config import ReferenceConfig
+from k3.verify.reference.reference_weights import Expert, LayerWeights, ReferenceWeights
 
 Ids = npt.NDArray[np.int64]
 

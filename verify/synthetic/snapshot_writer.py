@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from k3.verify.synthetic.config import config, generation_config, json_bytes
 from k3.verify.synthetic.shape import SyntheticModel, VisionShape
+from k3.verify.synthetic.synthetic_config import config, generation_config, json_bytes
+from k3.verify.synthetic.synthetic_tokenizer import tiktoken_model, tokenizer_config
 from k3.verify.synthetic.tensors import Census, ShardPlan, TensorSpec, census, layer_tensors, shard_plans
-from k3.verify.synthetic.tokenizer import tiktoken_model, tokenizer_config
 from k3.verify.synthetic.values import TensorValues
 
 __all__ = [

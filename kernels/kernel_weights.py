@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from k3.kernels import _kernels
 from k3.kernels.arrays import Bytes, Floats, Weights, activations, output, stored
-from k3.kernels.errors import NonFiniteError, ReservedScaleError
+from k3.kernels.kernel_errors import NonFiniteError, ReservedScaleError
 
 INT4_GROUP = 64
 """Columns that share one scale in INT4."""
